@@ -1,0 +1,47 @@
+# Every target sets up what it needs, once: a fresh clone and one command are enough.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help setup demo test test-full lint format evidence-engine clean
+
+help:
+	@echo "make demo             train a small decoder on real text: two ranks, ZeRO-3, a plain loop beside it"
+	@echo "make test             the test suite and the examples in the docstrings"
+	@echo "make test-full        the full products that the suite samples"
+	@echo "make lint             ruff and pyright"
+	@echo "make evidence-engine  the figures that take too long for the suite, written to docs/evidence/"
+
+setup: $(STAMP)
+
+# torch comes first and exactly pinned: whatever asks for torch afterwards finds it there and fetches no other build.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,hf,dev]' -c constraints.txt
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/shardbook train --ranks 2 --stage 3 --steps 60 --check-baseline 5
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -m full
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+evidence-engine: $(STAMP)
+	$(BIN)/python -m benchmarks.evidence_engine
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

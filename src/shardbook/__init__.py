@@ -1,0 +1,47 @@
+"""shardbook trains PyTorch models under ZeRO and keeps the books.
+
+Names are loaded when they are first used: ``import shardbook`` brings no torch, so that help and forecasts answer at once.
+
+>>> import shardbook as sb
+>>> sb.ZeroConfig(stage=2).stage
+2
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardbook.config import Offload, Precision, Prefetch, Recompute, ZeroConfig
+    from shardbook.engine.engine import Engine
+    from shardbook.engine.report import StepReport
+
+__version__ = "0.1.0"
+
+__all__ = ["Engine", "Offload", "Precision", "Prefetch", "Recompute", "StepReport", "ZeroConfig"]
+
+_HOMES = {
+    "Engine": "shardbook.engine.engine",
+    "Offload": "shardbook.config",
+    "Precision": "shardbook.config",
+    "Prefetch": "shardbook.config",
+    "Recompute": "shardbook.config",
+    "StepReport": "shardbook.engine.report",
+    "ZeroConfig": "shardbook.config",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardbook' has no attribute {name!r}; it has {', '.join(__all__)}")
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"shardbook.{name} needs torch: pip install 'shardbook[train]'", name="torch") from error
+    globals()[name] = value  # found at once from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,40 @@
+"""``shardbook``: picks the command, and turns what it raises into one line and an exit code.
+
+0: it fits, it agrees, it is done. 1: it doesn't, or it failed. 2: wrong usage.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from shardbook.cli.doctor import doctor
+from shardbook.cli.train import train
+from shardbook.errors import ConfigError
+
+COMMANDS: dict[str, Callable[..., Any]] = {"train": train, "doctor": doctor}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: ends the process with the command's exit code."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of one command line, ``sys.argv`` by default; argument errors and help end the process as argparse does."""
+    try:
+        code = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="shardbook", description="Trains PyTorch models under ZeRO and keeps the books.", args=arguments
+        )
+    except ConfigError as error:
+        return fail(str(error), 2)
+    except KeyboardInterrupt:
+        return fail("interrupted", 130)
+    return int(code)
+
+
+def fail(message: str, code: int) -> int:
+    """Says on stderr what is wrong, and gives the code back."""
+    print(f"shardbook: {message}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,151 @@
+"""``shardbook train``: the main job."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from shardbook.document import write_atomically
+from shardbook.errors import ConfigError
+from shardbook.train.recipe import COMMAND_LINE, Recipe, Sourced, build_recipe, read_recipe
+from shardbook.train.text import read_text, split
+from shardbook.train.world import ALONE, World, find_world
+
+NO_TORCH = "training needs torch, which is not here: pip install 'shardbook[train]'"
+
+_FAILURE_FILE = "failure.txt"
+
+
+def _option(name: str, text: str, metavar: str) -> Any:
+    """How an option for the recipe's value ``name`` reads in the help: its default is the recipe's, typed nowhere else."""
+    default = _DEFAULTS.get(name)
+    hint = "" if default is None else f"(default: {default})"
+    return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint=hint)
+
+
+_DEFAULTS = build_recipe({}, {}).values()
+
+_NAMES: Mapping[str, str] = {
+    "stage": "zero.stage",
+    "ranks": "run.ranks",
+    "steps": "run.steps",
+    "micro_batch": "batch.micro_batch",
+    "sequence": "batch.sequence",
+    "accumulate": "zero.accumulate",
+    "global_batch": "batch.global_batch",
+    "precision": "zero.precision",
+    "clip": "zero.clip_grad_norm",
+    "lr": "optimizer.learning_rate",
+    "layers": "model.layers",
+    "width": "model.width",
+    "heads": "model.heads",
+    "kv_heads": "model.kv_heads",
+    "ffn": "model.ffn",
+    "tied": "model.tied",
+    "config": "model.config",
+    "text": "data.text",
+    "seed": "run.seed",
+    "check_baseline": "run.check_baseline",
+    "out": "run.out",
+    "port": "run.port",
+    "device": "run.device",
+}
+"""Option to the dotted name of the recipe's value that it sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Every option overrides the recipe's value; what neither gives is a default. What is in force is printed first."""
+
+    recipe: Annotated[Path | None, _option("", "recipe: tables [model] [data] [optimizer] [batch] [zero] [run]", "TOML")] = None
+    stage: Annotated[int | None, _option("zero.stage", "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 all", "0-3")] = None
+    ranks: Annotated[int | None, _option("run.ranks", "data-parallel ranks on this machine", "N")] = None
+    steps: Annotated[int | None, _option("run.steps", "optimizer steps", "N")] = None
+    micro_batch: Annotated[int | None, _option("batch.micro_batch", "sequences in one forward of one rank", "N")] = None
+    sequence: Annotated[int | None, _option("batch.sequence", "tokens in a sequence", "N")] = None
+    accumulate: Annotated[int | None, _option("zero.accumulate", "micro-batches of one rank in a step", "N")] = None
+    global_batch: Annotated[int | None, _option("", "sequences in a step over all ranks; the number left out is derived", "N")] = None
+    precision: Annotated[str | None, _option("", "fp32, bf16, fp16, pure-bf16 or 2+2+4+8 (default: fp32)", "NAME")] = None
+    clip: Annotated[float | None, _option("zero.clip_grad_norm", "largest norm of the gradient (default: none)", "NORM")] = None
+    lr: Annotated[float | None, _option("optimizer.learning_rate", "learning rate after the warmup", "RATE")] = None
+    layers: Annotated[int | None, _option("model.layers", "blocks of the decoder", "N")] = None
+    width: Annotated[int | None, _option("model.width", "elements of the residual stream", "N")] = None
+    heads: Annotated[int | None, _option("model.heads", "query heads", "N")] = None
+    kv_heads: Annotated[int | None, _option("model.kv_heads", "key and value heads", "N")] = None
+    ffn: Annotated[int | None, _option("model.ffn", "inner elements of the feed-forward", "N")] = None
+    tied: Annotated[bool, _option("", "the head shares the embedding's matrix", "")] = False
+    untied: Annotated[bool, _option("", "the head has a matrix of its own (default)", "")] = False
+    config: Annotated[Path | None, _option("", "build this config.json with transformers instead of the decoder", "JSON")] = None
+    text: Annotated[Path | None, _option("", "file or folder of text (default: the Python standard library's sources)", "PATH")] = None
+    seed: Annotated[int | None, _option("run.seed", "of the weights and of the data's order", "N")] = None
+    check_baseline: Annotated[int | None, _option("run.check_baseline", "train the plain loop beside it for so many steps", "STEPS")] = None
+    out: Annotated[Path | None, _option("run.out", "folder for run.json", "PATH")] = None
+    port: Annotated[int | None, _option("run.port", "of the ranks' rendezvous (default: a free one)", "PORT")] = None
+    device: Annotated[str | None, _option("run.device", "auto, cpu or cuda", "NAME")] = None
+    json: Annotated[bool, _option("", "print run.json on stdout and everything else on stderr", "")] = False
+
+    def given(self) -> dict[str, Sourced]:
+        """What was said on the command line, by the recipe's dotted names."""
+        if self.tied and self.untied:
+            raise ConfigError("--tied and --untied contradict each other; leave one of them out")
+        values = {option: getattr(self, option) for option in _NAMES}
+        values["tied"] = self.tied if self.tied or self.untied else None
+        return {_NAMES[option]: Sourced(value=value, origin=COMMAND_LINE) for option, value in values.items() if value is not None}
+
+
+def train(options: Annotated[TrainOptions, tyro.conf.arg(name=""), tyro.conf.FlagCreatePairsOff]) -> int:
+    """Train a decoder on real text under ZeRO, on local ranks or on those that torchrun or SLURM started."""
+    world = find_world(os.environ)
+    file = read_recipe(options.recipe) if options.recipe is not None else {}
+    recipe = build_recipe(file, _with_ranks(options.given(), file, world))
+    _check(recipe)
+    if find_spec("torch") is None:
+        return _fail(NO_TORCH)
+    if world is None and recipe.run.ranks > 1:
+        return _launch(recipe, as_json=options.json)
+    from shardbook.train.rank import run_here
+
+    return run_here(recipe, world or ALONE, as_json=options.json)
+
+
+def _with_ranks(given: Mapping[str, Sourced], file: Mapping[str, Sourced], world: World | None) -> dict[str, Sourced]:
+    """Where ranks are there already, their number is what was started."""
+    if world is None:
+        return dict(given)
+    asked = given.get("run.ranks") or file.get("run.ranks")
+    if asked is not None and asked.value != world.num_ranks:
+        raise ConfigError(f"run.ranks = {asked.value!r} ({asked.origin}), but {world.started_by} started {world.num_ranks}; leave run.ranks out")
+    return {**given, "run.ranks": Sourced(value=world.num_ranks, origin=world.started_by)}
+
+
+def _check(recipe: Recipe) -> None:
+    """What can be known to fail before a process is started: the text, and the folder that the run is written to."""
+    split(read_text(recipe.data.text, recipe.data.limit_nbytes), recipe.batch.sequence, recipe.data.validation)
+    try:
+        recipe.run.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.out = {str(recipe.run.out)!r}: can't be made ({error.strerror}); give a folder that can be written") from error
+
+
+def _launch(recipe: Recipe, *, as_json: bool) -> int:
+    from shardbook.train.launch import LaunchError, launch
+
+    try:
+        return launch({"task": "train", "recipe": recipe.request(), "json": as_json}, ranks=recipe.run.ranks, port=recipe.run.port)
+    except LaunchError as error:
+        where = ""
+        if error.trace and error.exit_code != 2:
+            path = recipe.run.out / _FAILURE_FILE
+            write_atomically(path, error.trace)
+            where = f"; the whole traceback is in {path}"
+        return _fail(f"{error}{where}", error.exit_code)
+
+
+def _fail(message: str, code: int = 1) -> int:
+    print(f"shardbook: {message}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,236 @@
+"""From a model to units: checks, types, layout, initial values. Runs once, before the first step."""
+
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardbook.accounts import Account
+from shardbook.config import ZeroConfig
+from shardbook.engine.comm import Transport
+from shardbook.engine.flat import Flat, Member
+from shardbook.engine.guard import is_guarded
+from shardbook.engine.hooks import is_taken
+from shardbook.engine.journal import Journal
+from shardbook.engine.layout import FlatLayout, lay_out
+from shardbook.engine.partition import Part, partition
+from shardbook.engine.policy import Policy, Types
+from shardbook.engine.residency import Residency
+from shardbook.engine.storage import Buffer, Storage, is_memory_known, place
+from shardbook.engine.unit import Unit
+from shardbook.errors import ConfigError, DivergenceError
+
+_MAX_FLATS = 1 << 13
+
+
+def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters by name.
+
+    Raises:
+        ConfigError: there is none; one is a DTensor, or is under another engine.
+    """
+    named = dict(model.named_parameters())
+    if not named:
+        raise ConfigError(f"model: {type(model).__name__} has no parameters; an engine needs at least one")
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    for name, parameter in named.items():
+        if tensors is not None and isinstance(parameter.data if not is_guarded(parameter) else None, tensors.DTensor):
+            raise ConfigError(f"model: parameter {name!r} is a DTensor; parameters that are already distributed are not supported: build the engine on the plain model")
+    for path, module in model.named_modules():
+        if is_taken(module) or any(parameter is not None and is_guarded(parameter) for parameter in module._parameters.values()):
+            name = next((name for name in named if name.startswith(f"{path}." if path else "")), path)
+            raise ConfigError(f"model: parameter {name!r} is already under another engine; close that engine first (engine.close()), or build a model of its own for this one")
+    return named
+
+
+def build_units(model: nn.Module, named: dict[str, nn.Parameter], config: ZeroConfig, residency: Residency, transport: Transport, storage: Storage,
+                journal: Journal, *, trains: bool, init: Callable[[nn.Module], None] | None) -> list[Unit]:  # fmt: skip
+    """Every unit, with its memory and its initial values; the root first."""
+    on_meta = [name for name, parameter in named.items() if parameter.device.type == "meta"]
+    if on_meta and init is None and storage.device.type != "meta":
+        raise ConfigError(f"model: parameter {on_meta[0]!r} is on the meta device and no init= was given; pass init=, which initialises one unit's modules in place")
+    policy = Policy(config.precision, named.items())
+    parts = partition(model, config.units)
+    plan = [_group(part, policy, trains=trains) for part in parts]
+    _check_same_model(plan, transport, storage)
+    numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
+    count = 0
+    units: list[Unit] = []
+    _fake_meta_parameters(model, storage.device)
+    for index, (part, groups) in enumerate(zip(parts, plan, strict=True)):
+        layouts = [lay_out([(name, parameter.numel()) for name, parameter in members], transport.num_ranks, transport.header_numel) for members in groups.values()]
+        sources = [storage.buffer(Account.WORKSPACE, part.name, layout.numel, types.source) for (types, _), layout in zip(groups, layouts, strict=True)]
+        if any(parameter.device.type == "meta" for _, parameter in part.parameters) or (index == 0 and on_meta):
+            for members, source, layout in zip(groups.values(), sources, layouts, strict=True):
+                _materialise(members, source, layout)
+            if init is not None:
+                _initialise(model, part, init, storage.device)
+        flats: list[Flat] = []
+        for source, layout, ((types, trainable), members) in zip(sources, layouts, groups.items(), strict=True):
+            adopted = [Member(name, parameter, numbers[id(parameter)], tuple(parameter.shape), _stride(parameter)) for name, parameter in members]
+            flat = Flat(part.name, count, adopted, layout, types, trainable=trainable, residency=residency, transport=transport, storage=storage,
+                        adds_locally=residency.full_gradients and config.accumulate > 1, keep_shard=config.precision.keep_param_shard)  # fmt: skip
+            _load(source, flat)
+            _synchronise(source, flat, transport, config.init_sync)
+            flat.adopt(source.tensor)
+            source.give_back()
+            flats.append(flat)
+            count += 1
+        units.append(Unit(index, part.name, part.modules, flats, residency, transport, journal, part.ancestors))
+        units[-1].release()
+    if count > _MAX_FLATS:
+        raise ConfigError(f"ZeroConfig.units: {count} flat buffers; at most {_MAX_FLATS} can be told apart in messages: choose larger units")
+    return units
+
+
+def _group(part: Part, policy: Policy, *, trains: bool) -> dict[tuple[Types, bool], list[tuple[str, nn.Parameter]]]:
+    """The parameters of a unit by their types and whether they are trained: one flat buffer each."""
+    groups: dict[tuple[Types, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in part.parameters:
+        trainable = parameter.requires_grad and trains
+        groups.setdefault((policy.types(name, parameter, trainable=trainable), trainable), []).append((name, parameter))
+    return groups
+
+
+def _check_same_model(plan: Sequence[Any], transport: Transport, storage: Storage) -> None:
+    """All ranks must build the same units of the same parameters: compare digests before the first message of a unit."""
+    lines = [f"{name} {tuple(parameter.shape)} {types} trainable={trainable}" for groups in plan for (types, trainable), members in groups.items() for name, parameter in members]
+    digests = [float(int.from_bytes(hashlib.blake2b(line.encode(), digest_size=6).digest(), "big")) for line in lines]
+    mine = torch.tensor([float(len(lines)), *digests[:4096]], dtype=torch.float64, device=storage.device)
+    if transport.num_ranks == 1 or not is_memory_known(mine):
+        return
+    lengths = transport.exchange(mine[:1], "construction").flatten().tolist()
+    if len(set(lengths)) > 1:
+        raise DivergenceError(f"the ranks built different models: numbers of parameters per rank are {[int(length) for length in lengths]}")
+    rows = transport.exchange(mine, "construction").tolist()
+    for index, line in enumerate(lines[:4096], start=1):
+        different = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
+        if different:
+            raise DivergenceError(f"the ranks built different models: rank {different[0]} differs from rank 0 at the parameter that is here {line}")
+
+
+def _load(source: Buffer, flat: Flat) -> None:
+    """Copy the parameters' values, if they are not there already, into their slots; padding is zero."""
+    for index, member in enumerate(flat.members):
+        if member.parameter.untyped_storage()._cdata != source.tensor.untyped_storage()._cdata:
+            flat.slot_view(source, index).copy_(member.parameter.detach())
+
+
+def _synchronise(source: Buffer, flat: Flat, transport: Transport, how: str) -> None:
+    """Make the initial values rank 0's, or check that they are."""
+    if transport.num_ranks == 1 or how == "none":
+        return
+    if how == "rank0":
+        transport.broadcast(source.tensor, flat.unit)
+        return
+    mine = source.tensor.clone()
+    transport.broadcast(source.tensor, flat.unit)
+    same = [torch.equal(flat.slot_view(source, index), mine.as_strided(member.shape, member.stride, slot.offset))
+            for index, (member, slot) in enumerate(zip(flat.members, flat.layout.slots, strict=True))]  # fmt: skip
+    first = float(same.index(False)) if False in same else -1.0
+    for rank, (found,) in enumerate(transport.exchange(torch.tensor([first], dtype=torch.float64, device=source.tensor.device), flat.unit).tolist()):
+        if found >= 0:
+            raise DivergenceError(
+                f'init_sync="check": rank {rank} begins with other values than rank 0 in parameter {flat.members[int(found)].name!r}; '
+                f'seed all ranks alike before the model is built, or use init_sync="rank0"'
+            )
+
+
+def _materialise(members: Sequence[tuple[str, nn.Parameter]], source: Buffer, layout: FlatLayout) -> None:
+    """Parameters that were built on the meta device become views of ``source``."""
+    for (_, parameter), slot in zip(members, layout.slots, strict=True):
+        if parameter.device.type == "meta":
+            place(parameter, source.view(slot.offset, tuple(parameter.shape), _stride(parameter)))
+            _spoil(parameter)
+
+
+def _initialise(model: nn.Module, part: Part, init: Callable[[nn.Module], None], device: torch.device) -> None:
+    """Let ``init`` fill a unit whose parameters have just been given memory.
+
+    ``init`` gets each module of the unit (of the root: each module that owns a parameter of the root). What that leaves untouched
+    is tried again module by module, as an ``init`` written for single modules expects.
+    """
+    mine = {id(parameter) for _, parameter in part.parameters}
+    modules = [module for root in part.modules for module in root.modules()]
+    fresh = [named for module in modules if part.modules[0] is not model or _owns(module, mine) or not _has_parameters(module) for named in _fill_buffers(module, device)]
+    roots = part.modules if part.modules[0] is not model else [module for module in modules if _owns(module, mine)]
+    with torch.no_grad():
+        for module in roots:
+            init(module)
+        for module in modules:
+            if any(_is_spoilt(parameter) for parameter in module._parameters.values() if parameter is not None and id(parameter) in mine):
+                init(module)
+        for module, name in fresh:
+            buffer = module._buffers[name]
+            if buffer is not None and _is_spoilt(buffer):
+                init(module)
+    missing = [name for name, parameter in part.parameters if _is_spoilt(parameter)]
+    missing += [name for module, name in fresh if (buffer := module._buffers[name]) is not None and _is_spoilt(buffer)]
+    if missing:
+        raise ConfigError(f"init: {missing[0]!r} of unit {part.name!r} was not initialised; init(module) must fill every parameter and buffer of the module it gets, in place")
+
+
+def _owns(module: nn.Module, ids: set[int]) -> bool:
+    return any(parameter is not None and id(parameter) in ids for parameter in module._parameters.values())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _fill_buffers(module: nn.Module, device: torch.device) -> list[tuple[nn.Module, str]]:
+    """Give the module's own buffers memory."""
+    found: list[tuple[nn.Module, str]] = []
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type == "meta" and device.type != "meta":
+            module._buffers[name] = fresh = torch.zeros_like(buffer, device=device)
+            _spoil(fresh)
+            found.append((module, name))
+    return found
+
+
+def _spoil(tensor: Tensor) -> None:
+    """Mark as untouched."""
+    if tensor.is_floating_point() and is_memory_known(tensor):
+        tensor.detach().fill_(float("nan"))
+
+
+def _is_spoilt(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0 and is_memory_known(tensor) and bool(torch.isnan(tensor.detach()).all())
+
+
+def _fake_meta_parameters(model: nn.Module, device: torch.device) -> None:
+    """Under fake tensors, real tensors on the meta device can't be touched: make them fake as well."""
+    if device.type == "meta" or is_memory_known(torch.empty(0, device=device)):
+        return
+    for parameter in model.parameters():
+        if parameter.device.type == "meta":
+            place(parameter, torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"))
+
+
+def _stride(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where its elements fill their memory without gaps, else those of a contiguous tensor."""
+    expected = 1
+    for length, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if length != 1:
+            if stride != expected:
+                return torch.empty(parameter.shape, device="meta").stride()
+            expected *= length
+    return tuple(parameter.stride())
+
+
+def choose_device(named: dict[str, nn.Parameter], device: torch.device | None, group: Any) -> torch.device:
+    """Where the engine keeps its memory: as asked; else where the parameters are; for a meta model, what the backend serves."""
+    if device is not None:
+        return torch.device(device)
+    devices = {parameter.device for parameter in named.values() if parameter.device.type != "meta"}
+    if len(devices) > 1:
+        raise ConfigError(f"model: parameters are on several devices ({', '.join(sorted(map(str, devices)))}); move the model to one, or give device=")
+    backend = None if group is None else dist.get_backend(group)
+    if backend == "nccl" or (not devices and backend is None and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return devices.pop() if devices else torch.device("cpu")

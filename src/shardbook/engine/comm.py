@@ -1,0 +1,323 @@
+"""Everything that goes between ranks, behind one signature: gather, reduce, exchange, broadcast.
+
+Three transports. :class:`PointToPoint` (gloo) moves every byte once, straight from and into place, and its messages carry
+their label as a tag, so that two units can never be taken for each other. :class:`Collectives` (NCCL; any backend above 64
+ranks) uses the library's own collectives; their label travels as a header in the padding. :class:`Alone` is one rank.
+Names of collectives that change between versions of torch live in this file alone.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardbook.engine.journal import Journal, Kind
+from shardbook.engine.watch import Label, Watch
+
+_KINDS: tuple[Kind, ...] = ("gather", "reduce", "refresh", "return", "step", "init")
+_PATIENCE = timedelta(days=7)  # a slow rank is never ended: deadlock and death are found by `watch`, not by a timeout
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One flat buffer as the transports see it: its number (the same on all ranks) and its unit's name."""
+
+    number: int
+    name: str
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when it is complete here: what was to come has come, what was sent may be changed."""
+        ...
+
+
+class Transport(Protocol):
+    """What the engine needs of a process group. ``full`` is always a flat buffer of N equal shards."""
+
+    rank: int
+    num_ranks: int
+    header_numel: int
+    ordered: bool
+
+    def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
+        """The own shard of ``full`` is filled; when complete, all of it is."""
+        ...
+
+    def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
+        """Send every rank its shard of ``full``; the parts for the own shard arrive in ``receive``."""
+        ...
+
+    def parts(self, full: Tensor, receive: Tensor) -> list[Tensor]:
+        """After :meth:`reduce`: what is to be added for the own shard, in rank order."""
+        ...
+
+    def receive_numel(self, shard_numel: int) -> int:
+        """Elements that :meth:`reduce` needs in ``receive``."""
+        ...
+
+    def exchange(self, vector: Tensor, name: str) -> Tensor:
+        """Every rank's float64 vector, as (N, numel), complete on return."""
+        ...
+
+    def broadcast(self, tensor: Tensor, name: str) -> None:
+        """Rank 0's values everywhere, complete on return."""
+        ...
+
+    def close(self) -> None:
+        """Give the process group back."""
+        ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class Alone:
+    """One rank, no process group."""
+
+    rank = 0
+    num_ranks = 1
+    header_numel = 0
+    ordered = True
+
+    def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
+        return _Done()
+
+    def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
+        return _Done()
+
+    def parts(self, full: Tensor, receive: Tensor) -> list[Tensor]:
+        return [full]
+
+    def receive_numel(self, shard_numel: int) -> int:
+        return 0
+
+    def exchange(self, vector: Tensor, name: str) -> Tensor:
+        return vector.unsqueeze(0)
+
+    def broadcast(self, tensor: Tensor, name: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Messages:
+    """Point-to-point works of one collective, each with the rank it meets."""
+
+    __slots__ = ("_after", "_label", "_watch", "_works")
+
+    def __init__(self, watch: Watch, label: Label, works: list[tuple[int, Any]], after: Callable[[], None] | None) -> None:
+        self._watch, self._label, self._works, self._after = watch, label, works, after
+
+    def wait(self) -> None:
+        if self._works:
+            for peer, work in self._works:
+                self._watch.wait(self._label, peer, work)
+            self._works = []
+            if self._after is not None:
+                self._after()
+                self._after = None
+
+
+class PointToPoint:
+    """Gloo: tagged sends and receives. CUDA tensors travel through host memory, which gloo needs."""
+
+    header_numel = 0
+    ordered = True
+
+    def __init__(self, group: Any, rank: int, num_ranks: int, watch: Watch, journal: Journal) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.pairs = self._group = group
+        self._watch, self._journal = watch, journal
+
+    def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
+        shards = full.view(self.num_ranks, -1).unbind()
+        own = shards[self.rank]
+        return self._start(kind, channel, [own] * self.num_ranks, list(shards))
+
+    def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
+        return self._start("reduce", channel, list(full.view(self.num_ranks, -1).unbind()), self.parts(full, receive))
+
+    def parts(self, full: Tensor, receive: Tensor) -> list[Tensor]:
+        own = full.view(self.num_ranks, -1)[self.rank]
+        others = list(receive.view(self.num_ranks - 1, -1).unbind())
+        return [*others[: self.rank], own, *others[self.rank :]]
+
+    def receive_numel(self, shard_numel: int) -> int:
+        return shard_numel * (self.num_ranks - 1)
+
+    def exchange(self, vector: Tensor, name: str) -> Tensor:
+        gathered = vector.new_empty((self.num_ranks, vector.numel()))
+        gathered[self.rank].copy_(vector)
+        self._start("step", Channel(0, name), [gathered[self.rank]] * self.num_ranks, list(gathered.unbind())).wait()
+        return gathered
+
+    def broadcast(self, tensor: Tensor, name: str) -> None:
+        if tensor.numel():
+            others: list[Tensor | None] = [None] * self.num_ranks
+            sends = [tensor if self.rank == 0 and peer else None for peer in range(self.num_ranks)]
+            receives = [tensor, *others[1:]] if self.rank else others
+            self._start("init", Channel(0, name), sends, receives).wait()
+
+    def close(self) -> None:
+        _give_back_group(self._group)
+
+    def _start(self, kind: Kind, channel: Channel, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Pending:
+        """Post all receives and sends of one collective, nearest higher rank first, so that no rank is everyone's first."""
+        label = self._watch.post(kind, channel.number, channel.name)
+        tag = _tag(label)
+        works: list[tuple[int, Any]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        sent_nbytes = 0
+        peers = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
+        for peer in reversed(peers):
+            target = receives[peer]
+            if target is not None and target.numel():
+                landing = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu", pin_memory=True)
+                if landing is not target:
+                    copies.append((target, landing))
+                works.append((peer, self._guarded(label, peer, self._group.recv, [landing], peer, tag)))
+        for peer in peers:
+            source = sends[peer]
+            if source is not None and source.numel():
+                host = source if source.device.type == "cpu" else source.to("cpu")
+                works.append((peer, self._guarded(label, peer, self._group.send, [host], peer, tag)))
+                sent_nbytes += source.numel() * source.element_size()
+        self._journal.traffic(kind, channel.name, label.sequence, sent_nbytes)
+
+        def land() -> None:
+            for target, landing in copies:
+                target.copy_(landing, non_blocking=True)
+
+        return _Messages(self._watch, label, works, land if copies else None)
+
+    def _guarded(self, label: Label, peer: int, post: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return post(*arguments)
+        except RuntimeError as error:  # the pair is closed: the peer has gone
+            raise self._watch.failure(label, peer, error) from error
+
+
+class _Work:
+    __slots__ = ("_after", "_label", "_watch", "_work")
+
+    def __init__(self, watch: Watch, label: Label, work: Any, after: Callable[[], None] | None) -> None:
+        self._watch, self._label, self._work, self._after = watch, label, work, after
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._watch.wait(self._label, None, self._work)
+            self._work = None
+            if self._after is not None:
+                self._after()
+
+
+class Collectives:
+    """One collective of the backend a call: all-gather, and all-to-all (ordered) or reduce-scatter (native).
+
+    ``header_numel`` elements at the end of the last shard carry the label of the last rank's operation; every rank compares it
+    with its own and the result travels with the step's exchange, so a mix-up is found before anything is applied.
+    """
+
+    def __init__(self, group: Any, watch: Watch, journal: Journal, *, ordered: bool, headers: bool = True) -> None:
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.ordered = ordered
+        self.header_numel = 64 if headers else 0
+        self._group, self._watch, self._journal = group, watch, journal
+        self.mismatch: Tensor | None = None
+
+    def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
+        label = self._watch.post(kind, channel.number, channel.name)
+        own = full.view(self.num_ranks, -1)[self.rank]
+        self._write_header(full, label)
+        work = _all_gather(full, own, group=self._group, async_op=True)
+        self._journal.traffic(kind, channel.name, label.sequence, own.numel() * own.element_size() * (self.num_ranks - 1))
+        return _Work(self._watch, label, work, lambda: self._check_header(full, label))
+
+    def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
+        label = self._watch.post("reduce", channel.number, channel.name)
+        if self.ordered:
+            self._write_header(full, label)
+            work = dist.all_to_all_single(receive, full, group=self._group, async_op=True)
+        else:
+            work = _reduce_scatter(receive, full, group=self._group, async_op=True)
+        shard_nbytes = full.numel() // self.num_ranks * full.element_size()
+        self._journal.traffic("reduce", channel.name, label.sequence, shard_nbytes * (self.num_ranks - 1))
+        return _Work(self._watch, label, work, None)
+
+    def parts(self, full: Tensor, receive: Tensor) -> list[Tensor]:
+        return list(receive.view(self.num_ranks, -1).unbind()) if self.ordered else [receive]
+
+    def receive_numel(self, shard_numel: int) -> int:
+        return shard_numel * (self.num_ranks if self.ordered else 1)
+
+    def exchange(self, vector: Tensor, name: str) -> Tensor:
+        label = self._watch.post("step", 0, name)
+        gathered = vector.new_empty(self.num_ranks * vector.numel())
+        work = _all_gather(gathered, vector, group=self._group, async_op=True)
+        self._journal.traffic("step", name, label.sequence, vector.numel() * 8 * (self.num_ranks - 1))
+        _Work(self._watch, label, work, None).wait()
+        return gathered.view(self.num_ranks, -1)
+
+    def broadcast(self, tensor: Tensor, name: str) -> None:
+        if tensor.numel():
+            label = self._watch.post("init", 0, name)
+            work: Any = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
+            _Work(self._watch, label, work, None).wait()
+
+    def close(self) -> None:
+        pass  # the group is the caller's
+
+    def _write_header(self, full: Tensor, label: Label) -> None:
+        if self.header_numel and self.rank == self.num_ranks - 1:
+            full[-self.header_numel :].view(torch.uint8)[:8].view(torch.int64).fill_(_tag(label))
+
+    def _check_header(self, full: Tensor, label: Label) -> None:
+        if self.header_numel:
+            found = full[-self.header_numel :].view(torch.uint8)[:8].view(torch.int64)
+            wrong = (found != _tag(label)).any()
+            self.mismatch = wrong if self.mismatch is None else self.mismatch | wrong
+
+
+def connect(group: Any, watch: Watch, journal: Journal, reduction: Literal["auto", "ordered", "native"]) -> Transport:
+    """The transport for a process group (None: one rank alone) and a choice of reduction."""
+    if group is None:
+        return Alone()
+    num_ranks = dist.get_world_size(group)
+    ordered = reduction == "ordered" or (reduction == "auto" and num_ranks <= 64)
+    backend = dist.get_backend(group)
+    if num_ranks == 1:
+        return Alone()
+    if backend == "gloo" and ordered:
+        # a group of its own: tags that nobody else uses, no timeout, and pairs that may be closed without harm to others
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.new_group(ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=len(ranks) < dist.get_world_size())
+        return PointToPoint(own, dist.get_rank(group), num_ranks, watch, journal)
+    return Collectives(group, watch, journal, ordered=ordered, headers=backend != "fake")
+
+
+def _tag(label: Label) -> int:
+    """Kind, channel and sequence in 31 bits."""
+    return _KINDS.index(label.kind) << 28 | (label.channel & 0x1FFF) << 15 | label.sequence & 0x7FFF
+
+
+def _give_back_group(group: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            dist.destroy_process_group(group)
+        except (ValueError, RuntimeError, AssertionError):
+            pass  # the caller has destroyed all groups already

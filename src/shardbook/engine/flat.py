@@ -1,0 +1,227 @@
+"""One flat buffer of a unit: its memory in each state, and the copies between them.
+
+Five kinds of tensor, all flat. ``full`` holds every parameter of the buffer (the model's parameters are views of it); ``shard`` is
+this rank's 1/N in the same type, where it is kept; ``master`` is what the optimizer updates, when that is another type;
+``unreduced`` collects the gradients of one micro-batch (or of several, added locally); ``grad`` holds the reduced gradient until
+the step. This file knows sizes and copies; when they happen is `unit`'s, and what the ranks send is `comm`'s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardbook.accounts import Account
+from shardbook.engine import numerics
+from shardbook.engine.comm import Channel, Transport
+from shardbook.engine.layout import FlatLayout, Span
+from shardbook.engine.policy import Types
+from shardbook.engine.residency import Residency
+from shardbook.engine.storage import Buffer, Storage, place
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter of the buffer, with the form it has in the model."""
+
+    name: str
+    parameter: nn.Parameter
+    number: int  # position among all parameters of the model
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What the optimizer steps on: the part of one parameter that this rank updates."""
+
+    member: Member
+    span: Span
+    parameter: nn.Parameter
+
+
+class Flat:
+    """The parameters of one unit that share their types and are all trainable or all frozen."""
+
+    def __init__(self, unit: str, number: int, members: Sequence[Member], layout: FlatLayout, types: Types, *, trainable: bool, residency: Residency,
+                 transport: Transport, storage: Storage, adds_locally: bool, keep_shard: bool) -> None:  # fmt: skip
+        self.unit, self.members, self.types, self.trainable = unit, tuple(members), types, trainable
+        self._residency, self._transport, self._storage = residency, transport, storage
+        self.layout = layout
+        self.channel = Channel(number, unit if trainable else f"{unit} (frozen)")
+        self._first, self._end = self.layout.bounds(transport.rank)
+        has_shard = not residency.full_parameters and (types.master is None or keep_shard)
+        stays = residency.full_parameters
+        self.full = self._buffer(Account.PARAM if stays else Account.GATHERED, types.param)
+        self._views = [self.full.view(slot.offset, member.shape, member.stride) for slot, member in zip(self.layout.slots, members, strict=True)]
+        self.shard = self._buffer(Account.PARAM, types.param, sharded=True) if has_shard else None
+        self.master = self._buffer(Account.MASTER, types.master, sharded=not residency.full_optimizer) if types.master else None
+        self.pieces: tuple[Piece, ...] = self._make_pieces() if trainable else ()
+        self.has_gradient = [False] * len(members)  # in this step
+        if trainable:
+            self._prepare_gradients(adds_locally)
+
+    # ---- parameters ---------------------------------------------------------------------------------------------------
+
+    def adopt(self, source: Tensor) -> None:
+        """Take the initial values from a flat tensor in the source type, and make the model's parameters views of ``full``.
+
+        The master is copied from the unrounded values.
+        """
+        self.full.take().copy_(source)
+        if self.shard is not None:
+            self.shard.tensor.copy_(source[self._first : self._end])
+        if self.master is not None:
+            self.master.tensor.copy_(source if self._residency.full_optimizer else source[self._first : self._end])
+        for member, view in zip(self.members, self._views, strict=True):
+            place(member.parameter, view)
+
+    def restore_own(self) -> None:
+        """Fill the own shard of ``full`` from where it rests, ready to be sent."""
+        resting = self.master if self.shard is None else self.shard
+        if resting is not None:
+            self.own(self.full).copy_(resting.tensor)
+
+    def publish(self) -> None:
+        """After the optimizer's step: bring the master's new values to wherever parameters rest in their own type."""
+        if self.master is None:
+            return
+        if self._residency.full_parameters:
+            target = self.full.tensor if self._residency.full_optimizer else self.own(self.full)
+            target.copy_(self.master.tensor)
+        elif self.shard is not None:
+            self.shard.tensor.copy_(self.master.tensor)
+
+    def write_back(self) -> None:
+        """Full values were changed by hand: take them over, leaving a master alone where its rounded value still stands."""
+        mine = self.own(self.full)
+        if self.shard is not None:
+            self.shard.tensor.copy_(mine)
+        if self.master is not None:
+            now = self.full.tensor if self._residency.full_optimizer else mine
+            changed = now != self.master.tensor.to(now.dtype)
+            self.master.tensor.copy_(torch.where(changed, now.to(self.master.tensor.dtype), self.master.tensor))
+
+    def own(self, buffer: Buffer) -> Tensor:
+        """This rank's part of a buffer that has all shards."""
+        return buffer.tensor[self._first : self._end]
+
+    def slot_view(self, buffer: Buffer, index: int) -> Tensor:
+        """One parameter inside a buffer that has all shards, in its own shape."""
+        slot, member = self.layout.slots[index], self.members[index]
+        return buffer.tensor.as_strided(member.shape, member.stride, slot.offset)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------------
+
+    def land(self, index: int, gradient: Tensor, *, add: bool) -> None:
+        """A gradient from autograd takes its place in ``unreduced``."""
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        self.unreduced.take()
+        if add:
+            self._gradient_views[index].add_(gradient)
+        else:
+            self._gradient_views[index].copy_(gradient)
+        self.has_gradient[index] = True
+
+    def fill_missing(self, landed: Sequence[bool]) -> None:
+        """Parameters without a gradient add nothing to the sum over ranks."""
+        self.unreduced.take()
+        for view, there in zip(self._gradient_views, landed, strict=True):
+            if not there:
+                view.fill_(numerics.NOTHING)
+
+    def take_receive(self) -> Tensor:
+        return self._receive.take()
+
+    def add_up(self) -> None:
+        """The ranks' parts have arrived: add them in rank order into ``grad`` and free what they lay in."""
+        parts = self._transport.parts(self.unreduced.tensor, self._receive.tensor)
+        again = self.grad.present and not self._shares
+        if self._shares:
+            self.grad.rebook(Account.GRAD)
+        out = self.grad.take()
+        out = self.own(self.grad) if self._residency.full_gradients else out
+        in_place_already = self._shares and parts[0] is self.unreduced.tensor  # one rank alone
+        if not in_place_already:
+            scratch = self._storage.buffer(Account.WORKSPACE, self.unit, min(numerics.CHUNK_NUMEL, max(out.numel(), 1)), self.types.reduce)
+            numerics.add_in_order(out, parts, scratch.tensor, add_to_out=again)
+            scratch.give_back()
+        self._receive.give_back()
+        if not self._shares:
+            self.unreduced.give_back()
+
+    def scaled_gradients(self, scale: float, has_gradient: Sequence[bool]) -> Buffer | None:
+        """Give every piece its share of the gradient times ``scale``; returns a buffer to give back after the step, if one was needed."""
+        target = self.pieces[0].parameter.dtype if self.pieces else self.types.grad
+        source, cast = self.grad.tensor, None
+        if target == source.dtype:
+            source.mul_(scale)
+        else:
+            cast = self._storage.buffer(Account.WORKSPACE, self.unit, source.numel(), target)
+            if target.itemsize > source.dtype.itemsize:  # one rounding either way: in the wider type, then to the narrower
+                cast.tensor.copy_(source).mul_(scale)
+            else:
+                torch.mul(source, scale, out=cast.tensor)
+            source = cast.tensor
+        for piece in self.pieces:
+            if has_gradient[piece.span.slot]:
+                piece.parameter.grad = source[piece.span.offset : piece.span.offset + piece.span.numel]
+        return cast
+
+    def gradient_of(self, piece: Piece) -> Tensor:
+        """The reduced gradient of one piece."""
+        return self.grad.tensor[piece.span.offset : piece.span.offset + piece.span.numel]
+
+    def own_gradients(self) -> list[tuple[Member, Span, Tensor]]:
+        """The reduced gradients in this rank's shard, whether or not it keeps others."""
+        grad = self.own(self.grad) if self._residency.full_gradients else self.grad.tensor
+        spans = self.layout.spans(self._transport.rank)
+        return [(self.members[span.slot], span, grad[span.offset : span.offset + span.numel]) for span in spans]
+
+    def forget_gradients(self) -> None:
+        """After the step nothing of the gradients is left."""
+        for piece in self.pieces:
+            piece.parameter.grad = None
+        if self.trainable:
+            self.grad.give_back()
+            self.unreduced.give_back()
+            if self._shares:
+                self.grad.rebook(Account.GRAD_FULL)
+        self.has_gradient = [False] * len(self.members)
+
+    # ---- construction -------------------------------------------------------------------------------------------------
+
+    def _buffer(self, account: Account, dtype: torch.dtype, *, sharded: bool = False, present: bool = True) -> Buffer:
+        numel = self.layout.shard_numel if sharded else self.layout.numel
+        used = sum(span.numel for span in self.layout.spans(self._transport.rank)) if sharded else self.layout.numel - self.layout.padding
+        return self._storage.buffer(account, self.unit, numel, dtype, padding=numel - used, present=present)
+
+    def _make_pieces(self) -> tuple[Piece, ...]:
+        """Views of what the optimizer updates, each a parameter of its own."""
+        if self._residency.full_optimizer:
+            target, spans, shift = self.master or self.full, self.layout.whole(), 0
+        else:
+            spans = self.layout.spans(self._transport.rank)
+            target = self.master or self.shard or self.full
+            shift = self._first if target is self.full else 0
+        return tuple(Piece(self.members[span.slot], span, nn.Parameter(target.view(shift + span.offset, (span.numel,), (1,)))) for span in spans)
+
+    def _prepare_gradients(self, adds_locally: bool) -> None:
+        """Make the buffers of gradients, without memory.
+
+        ``adds_locally``: several micro-batches are added before they are reduced, in a type that holds the sum.
+        """
+        types, full_gradients = self.types, self._residency.full_gradients
+        wire = types.param if self._transport.ordered else types.reduce
+        if adds_locally:
+            wire = torch.promote_types(types.reduce, types.grad)
+        self.unreduced = self._buffer(Account.GRAD_FULL, wire)
+        self._gradient_views = [self.slot_view(self.unreduced, index) for index in range(len(self.members))]
+        self.unreduced.give_back()
+        # where the reduced gradient is kept in full and in the same type, it takes the place of the unreduced one
+        self._shares = full_gradients and types.grad == wire
+        self.grad = self.unreduced if self._shares else self._buffer(Account.GRAD, types.grad, sharded=not full_gradients, present=False)
+        receive_numel = self._transport.receive_numel(self.layout.shard_numel)
+        self._receive = self._storage.buffer(Account.COMM, self.unit, receive_numel, wire, present=False)

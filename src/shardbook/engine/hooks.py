@@ -1,0 +1,112 @@
+"""Puts the engine's callbacks on modules, parameters and outputs. No policy: each hook says what happened, and to which unit."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardbook.engine.unit import Unit
+
+
+class Callbacks(Protocol):
+    """What the engine does when something happens in forward or backward."""
+
+    def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None: ...
+    def leave_forward(self, unit: Unit, module: nn.Module, output: Any) -> None: ...
+    def land(self, unit: Unit, flat_index: int, index: int, parameter: nn.Parameter) -> None: ...
+
+
+class Hook:
+    """Base of the hooks of an engine: how another engine recognises that a module is taken."""
+
+    __call__: Callable[..., Any]
+
+
+class _Enter(Hook):
+    def __init__(self, callbacks: Callbacks, unit: Unit) -> None:
+        self._callbacks, self._unit = callbacks, unit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._callbacks.enter_forward(self._unit, args, kwargs)
+
+
+class _Leave(Hook):
+    def __init__(self, callbacks: Callbacks, unit: Unit) -> None:
+        self._callbacks, self._unit = callbacks, unit
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._callbacks.leave_forward(self._unit, module, output)
+
+
+class _Land(Hook):
+    def __init__(self, callbacks: Callbacks, unit: Unit, flat_index: int, index: int) -> None:
+        self._callbacks, self._unit, self._flat_index, self._index = callbacks, unit, flat_index, index
+
+    def __call__(self, parameter: Any) -> None:
+        self._callbacks.land(self._unit, self._flat_index, self._index, parameter)
+
+
+def install(units: list[Unit], callbacks: Callbacks) -> list[Any]:
+    """Hook every unit; returns the handles that take the hooks away again."""
+    handles: list[Any] = []
+    for unit in units:
+        for module in unit.modules:
+            enter, leave = _outside_of_compilation(_Enter(callbacks, unit)), _outside_of_compilation(_Leave(callbacks, unit))
+            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            # recomputation ends a forward early by an exception: the unit must be left all the same
+            handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
+        for flat_index, flat in enumerate(flat for flat in unit.flats if flat.trainable):
+            for index, member in enumerate(flat.members):
+                handles.append(member.parameter.register_post_accumulate_grad_hook(_Land(callbacks, unit, flat_index, index)))
+    return handles
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Whether an engine has hooked the module or one of its own parameters."""
+    found: list[Any] = list(module._forward_pre_hooks.values())
+    for parameter in module._parameters.values():
+        hooks: Mapping[Any, Any] | None = None if parameter is None else getattr(parameter, "_post_accumulate_grad_hooks", None)
+        found.extend((hooks or {}).values())
+    originals = [getattr(hook, "_torchdynamo_orig_callable", hook) for hook in found]
+    return any(isinstance(getattr(hook, "__self__", hook), Hook) for hook in originals)
+
+
+def on_gradient_of(output: Any, callback: Callable[[], None]) -> bool:
+    """Call back when backward reaches one of the tensors in ``output``; returns whether there is any that it can reach."""
+    reachable = False
+    for tensor in tensors_in(output):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            reachable = True
+            tensor.register_hook(lambda _: callback())  # returns None: the gradient is left as it is
+    return reachable
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Tensors in nested tuples, lists, mappings and data classes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < 8 and isinstance(value, Mapping):
+        for item in value.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors_in(item, depth + 1)
+    elif depth < 8 and isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors_in(item, depth + 1)
+    elif depth < 8 and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+
+
+def stashed_tensors(modules: list[nn.Module]) -> Iterator[Tensor]:
+    """Tensors that a forward left on its modules (an auxiliary loss, say): backward may reach the unit through them first."""
+    for module in modules:
+        for name, value in module.__dict__.items():
+            if not name.startswith("_") and isinstance(value, (Tensor, list, tuple, dict)):
+                yield from tensors_in(value)
+
+
+def _outside_of_compilation(hook: Hook) -> Any:
+    """Keep torch.compile out of the hook, where it is in use (importing it costs a second)."""
+    return torch.compiler.disable(hook.__call__) if "torch._dynamo" in sys.modules else hook

@@ -1,0 +1,64 @@
+"""What the engine says about itself: phase, live bytes per account, and events to whoever observes.
+
+With no observer an event costs one test of an empty list. The table of live bytes is always kept (one dictionary entry per
+account and unit), so that an observer that comes late starts from the truth.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Literal, cast
+
+from shardbook.accounts import Account, Tier
+from shardbook.events import Booking, Event, Mark, Observer, Traffic
+
+Kind = Literal["gather", "reduce", "refresh", "return", "step", "init"]
+
+
+class Journal:
+    """One per engine. ``phase`` is written by the engine and stands in every event."""
+
+    def __init__(self) -> None:
+        self.phase = "build"
+        self._observers: list[Observer] = []
+        self._live: dict[tuple[Account, Tier, str], list[int]] = {}
+
+    def book(self, account: Account, tier: Tier, unit: str, nbytes: int, padding: int = 0) -> None:
+        """Move ``nbytes`` (of them ``padding``) into an account, or out of it when negative."""
+        if not nbytes:
+            return
+        entry = self._live.setdefault((account, tier, unit), [0, 0])
+        entry[0] += nbytes
+        entry[1] += padding
+        if self._observers:
+            self._emit(Booking(account=account, tier=tier, unit=unit, nbytes=nbytes, phase=self.phase, padding=padding))
+
+    def traffic(self, kind: Kind, unit: str, sequence: int, sent_nbytes: int) -> None:
+        """Tell of one collective's bytes sent by this rank."""
+        if self._observers:
+            self._emit(Traffic(kind=kind, unit=unit, sequence=sequence, sent_nbytes=sent_nbytes, phase=self.phase))
+
+    def mark(self, name: str, unit: str, edge: Literal["begin", "end"]) -> None:
+        """Open or close a phase of one unit."""
+        if self._observers:
+            self._emit(Mark(name=cast(Literal["forward"], name), unit=unit, edge=edge, seconds=perf_counter()))
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Send every event to ``observer``, first a booking for each account that already holds something."""
+        for (account, tier, unit), (nbytes, padding) in list(self._live.items()):
+            if nbytes:
+                observer(Booking(account=account, tier=tier, unit=unit, nbytes=nbytes, phase=self.phase, padding=padding))
+        self._observers.append(observer)
+        try:
+            yield
+        finally:
+            self._observers.remove(observer)
+
+    def live(self, account: Account) -> int:
+        """Bytes that the account holds now, over all tiers and units."""
+        return sum(entry[0] for key, entry in self._live.items() if key[0] is account)
+
+    def _emit(self, event: Event) -> None:
+        for observer in tuple(self._observers):
+            observer(event)

@@ -1,0 +1,153 @@
+"""Takes over an optimizer that was built on the model: its groups and state go on, on pieces instead of parameters.
+
+Only an element-wise optimizer can step on pieces. Whether one is element-wise is not read off its name: it is tried, on a few
+small tensors, whole against cut in two.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardbook.accounts import Account, Tier
+from shardbook.engine.flat import Flat, Piece
+from shardbook.engine.journal import Journal
+from shardbook.engine.storage import is_memory_known
+from shardbook.errors import ConfigError, UsageError
+
+
+class PieceOptimizer:
+    """The user's optimizer, stepping on this rank's pieces when the engine says so."""
+
+    def __init__(self, optimizer: Optimizer, flats: Sequence[Flat], journal: Journal) -> None:
+        self._optimizer, self._journal = optimizer, journal
+        self._stepping = False
+        self._booked: dict[str, int] = {}
+        self._num_states = -1
+        pieces = {id(piece.member.parameter): (piece, flat) for flat in flats for piece in flat.pieces}
+        self._units = {id(piece.parameter): flat.unit for flat in flats for piece in flat.pieces}
+        state: dict[Any, Any] = optimizer.state
+        old_state = dict(state)
+        state.clear()
+        for group in optimizer.param_groups:
+            mine = [pieces[id(parameter)][0] for parameter in group["params"] if id(parameter) in pieces]
+            for piece in mine:
+                if piece.member.parameter in old_state:
+                    state[piece.parameter] = _cut_state(old_state[piece.member.parameter], piece)
+            group["params"] = [piece.parameter for piece in mine]
+        self._handle = optimizer.register_step_pre_hook(self._refuse_direct_step)
+        self._book()
+
+    def step(self) -> None:
+        """One step on all pieces that have a gradient."""
+        self._stepping = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._stepping = False
+        self._book()
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        return tuple(float(group.get("lr", 0.0)) for group in self._optimizer.param_groups)
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def _refuse_direct_step(self, *_: Any) -> None:
+        if not self._stepping:
+            raise UsageError("this optimizer belongs to an engine: call engine.step() instead of optimizer.step(); it reduces, scales, clips and then steps")
+
+    def _book(self) -> None:
+        """Adopt optimizer state that has appeared since the last step."""
+        state: dict[Any, dict[str, Any]] = self._optimizer.state
+        if len(state) == self._num_states:
+            return
+        self._num_states = len(state)
+        totals: dict[str, int] = defaultdict(int)
+        for parameter, values in state.items():
+            tensors = [value for value in values.values() if isinstance(value, Tensor)]
+            totals[self._units.get(id(parameter), "root")] += sum(value.numel() * value.element_size() for value in tensors)
+        for unit, nbytes in totals.items():
+            self._journal.book(Account.MOMENT, Tier.DEVICE, unit, nbytes - self._booked.get(unit, 0))
+            self._booked[unit] = nbytes
+
+
+def check_groups(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+    """Every parameter of the optimizer is the model's, and every trainable one of the model is in a group.
+
+    Raises:
+        ConfigError: the first that is not, by name or shape.
+    """
+    grouped = {id(parameter): (number, parameter) for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    known = {id(parameter) for parameter in named.values()}
+    for key, (number, parameter) in grouped.items():
+        if key not in known:
+            raise ConfigError(
+                f"optimizer: group {number} holds a parameter of shape {tuple(parameter.shape)} that is not a parameter of this model; "
+                f"build the optimizer on the model that the engine gets, before the engine: torch.optim.AdamW(model.parameters())"
+            )
+    for name, parameter in named.items():
+        if parameter.requires_grad and id(parameter) not in grouped:
+            raise ConfigError(
+                f"optimizer: parameter {name!r} requires a gradient and is in no parameter group, so it would never be updated; "
+                f"add it to a group, or freeze it with requires_grad_(False)"
+            )
+
+
+def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
+    """Try the optimizer on small tensors: a parameter stepped in two parts must come out as the same parameter stepped whole.
+
+    Raises:
+        ConfigError: it does not, or can't be stepped without a closure.
+    """
+    if not is_memory_known(torch.empty(0, device=device)):
+        return  # no values to compare; a real run of the same configuration is checked
+    name = type(optimizer).__name__
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        start = torch.randn(2, 192).to(device)
+        gradients = [torch.randn(2, 192).to(device) for _ in range(3)]
+    for number, group in enumerate(optimizer.param_groups):
+        try:
+            whole = _stepped(optimizer, group, [start], [[gradient] for gradient in gradients])[0]
+            parts = _stepped(optimizer, group, list(start.view(-1).split(256)), [list(gradient.view(-1).split(256)) for gradient in gradients])
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigError(f"optimizer: {name} can't step on parts of a parameter ({reason}); use an element-wise optimizer such as torch.optim.AdamW") from error
+        if not torch.equal(whole.view(-1), torch.cat(parts)):
+            raise ConfigError(
+                f"optimizer: {name} (group {number}) is not element-wise: a parameter stepped in two parts comes out different from the same parameter stepped whole, "
+                f"so its update would depend on the number of ranks; use an element-wise optimizer such as torch.optim.AdamW"
+            )
+
+
+def _stepped(optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Step copies of ``values`` with a twin of the optimizer that has the group's settings, no state and no hooks."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    twin.__dict__.update({key: OrderedDict() for key in twin.__dict__ if key.endswith("_hooks")})
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+    twin.param_groups = [{**settings, "params": parameters}]
+    twin.state = defaultdict(dict)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        type(optimizer).step(twin)
+    return [parameter.detach() for parameter in parameters]
+
+
+def _cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
+    """The part of a parameter's optimizer state that belongs to a piece; what is not one value per element is kept as it is."""
+    cut: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and tuple(value.shape) == piece.member.shape and (value.numel() > 1 or value.dim() > 0 or key != "step"):
+            dense = torch.empty_strided(piece.member.shape, piece.member.stride, dtype=value.dtype, device=value.device).copy_(value)
+            cut[key] = dense.as_strided((piece.member.parameter.numel(),), (1,))[piece.span.start : piece.span.stop].clone()
+        else:
+            cut[key] = value.clone() if isinstance(value, Tensor) else value
+    return cut

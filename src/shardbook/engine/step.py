@@ -1,0 +1,155 @@
+"""The one exchange of a step: what each rank knows of its micro-batches, packed, sent, and added up in rank order.
+
+Layout of a rank's float64 vector: loss, sum of squares of the gradients in its shards, mismatch flag | weight, micro-batches,
+of them weighted, of them with a loss, number of the first non-finite parameter, three digests of orders | one bit per trainable
+parameter (has a gradient), 32 to a word. The first part may live on the device; the rest is known on the host.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardbook.errors import DivergenceError, UsageError
+
+_BITS = 32
+
+
+@dataclass(slots=True)
+class Tally:
+    """What this rank has gathered since the last step, before the exchange."""
+
+    loss: float | Tensor = 0.0
+    weight: float | Tensor = 0.0
+    num_micro_batches: int = 0
+    num_weighted: int = 0
+    num_with_loss: int = 0
+
+    def add(self, loss: Tensor | None, weight: float | Tensor | None, *, empty: bool) -> None:
+        """One micro-batch. Nothing is read from the device here."""
+        self.num_micro_batches += 1
+        if empty:
+            return
+        if loss is not None:
+            self.loss = self.loss + loss.detach().double()
+            self.num_with_loss += 1
+        if weight is None:
+            self.weight = self.weight + 1.0
+        else:
+            self.weight = self.weight + (weight.detach().double() if isinstance(weight, Tensor) else float(weight))
+            self.num_weighted += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The step as all ranks see it."""
+
+    loss: float | None
+    weight: float
+    raw_norm: float  # of the summed (and loss-scaled) gradients, rounded to fp32; not finite where a gradient is not
+    first_nonfinite: int | None
+    has_gradient: tuple[bool, ...]
+    mismatch: bool
+    orders_agree: tuple[bool, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.raw_norm) and (self.loss is None or math.isfinite(self.loss))
+
+
+def pack(tally: Tally, squares: Tensor, mismatch: Tensor | None, numbers: Sequence[int], digests: Sequence[int], has_gradient: Sequence[bool]) -> Tensor:
+    """This rank's vector. ``squares``: float64, one per own piece, of the parameters with these ``numbers``."""
+    device = squares.device
+    words = [float(sum(1 << bit for bit, flag in enumerate(has_gradient[begin : begin + _BITS]) if flag)) for begin in range(0, len(has_gradient), _BITS)]
+    host = [float(tally.num_micro_batches), float(tally.num_weighted), float(tally.num_with_loss), *map(float, digests), *words]
+
+    def scalar(value: float | Tensor) -> Tensor:
+        return value.reshape(()).to(device=device, dtype=torch.float64) if isinstance(value, Tensor) else torch.full((), float(value), dtype=torch.float64, device=device)
+
+    if numbers:
+        order = torch.tensor(numbers, dtype=torch.float64, device=device)
+        first = torch.where(torch.isfinite(squares), math.inf, order).min()
+    else:
+        first = scalar(math.inf)
+    parts = [scalar(tally.loss), squares.sum(), scalar(0.0 if mismatch is None else mismatch), scalar(tally.weight), first]
+    return torch.cat([torch.stack(parts), torch.tensor(host, dtype=torch.float64, device=device)])
+
+
+def add_up(rows: Sequence[Sequence[float]], num_parameters: int, num_digests: int) -> Totals:
+    """Totals of all ranks' vectors.
+
+    Raises:
+        DivergenceError: the ranks did different numbers of micro-batches.
+        UsageError: weights given for some micro-batches only; a total weight that is not positive.
+    """
+    micro_batches = [int(row[5]) for row in rows]
+    if len(set(micro_batches)) > 1:
+        each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(micro_batches))
+        raise DivergenceError(f"the ranks did different numbers of micro-batches in this step ({each}); call engine.backward(None) for an empty one")
+    weighted, with_loss = sum(int(row[6]) for row in rows), sum(int(row[7]) for row in rows)
+    weight = math.fsum(row[3] for row in rows)
+    squares = 0.0
+    for row in rows:
+        squares += row[1]
+    words = len(rows[0]) - 8 - num_digests
+    merged = [0] * words
+    for row in rows:
+        for index in range(words):
+            merged[index] |= int(row[8 + num_digests + index])
+    first = min(row[4] for row in rows)
+    return Totals(
+        loss=sum(row[0] for row in rows) / weight if with_loss and weight else None,
+        weight=_checked_weight(weight, weighted, with_loss),
+        raw_norm=_to_fp32(math.sqrt(squares) if squares >= 0 else squares),
+        first_nonfinite=None if math.isinf(first) else int(first),
+        has_gradient=tuple(bool(merged[index // _BITS] >> index % _BITS & 1) for index in range(num_parameters)),
+        mismatch=any(row[2] for row in rows),
+        orders_agree=tuple(len({row[8 + index] for row in rows}) == 1 for index in range(num_digests)),
+    )
+
+
+def assumed(tally: Tally, has_gradient: Sequence[bool], num_ranks: int, num_digests: int) -> Totals:
+    """Totals where tensors have no values: every rank as this one, everything finite, norm 1, loss and weights 1 each."""
+    weight = float(tally.num_micro_batches * num_ranks)
+    return Totals(1.0, weight, 1.0, None, tuple(has_gradient), mismatch=False, orders_agree=(True,) * num_digests)
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor on fp16 losses. Dynamic: halved when a step overflows, doubled after 2,000 good steps in a row."""
+
+    value: float
+    dynamic: bool
+    _num_good: int = 0
+
+    def update(self, *, applied: bool) -> None:
+        if not self.dynamic:
+            return
+        if not applied:
+            self.value, self._num_good = max(self.value / 2, 2.0**-24), 0
+            return
+        self._num_good += 1
+        if self._num_good == 2000:
+            self.value, self._num_good = min(self.value * 2, 2.0**24), 0
+
+
+def scale_of(raw_norm: float, weight: float, loss_scale: float, clip: float | None) -> tuple[float, float, float]:
+    """(gradient norm of the objective, clip factor, the one factor on the summed gradients, rounded to fp32), from float64 arithmetic."""
+    divisor = weight * loss_scale
+    norm = raw_norm / divisor
+    clip_factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+    return norm, clip_factor, _to_fp32(clip_factor / divisor)
+
+
+def _checked_weight(weight: float, weighted: int, with_loss: int) -> float:
+    if 0 < weighted < with_loss:
+        raise UsageError(f"engine.backward: {weighted} of {with_loss} micro-batches of this step (all ranks) were given a weight; give weight= to all of them or to none")
+    if not math.isfinite(weight) or weight <= 0:
+        raise UsageError(f"engine.step: the total weight of this step is {weight}; it must be positive, as the objective is the sum of losses over the sum of weights. The step was not applied")
+    return weight
+
+
+def _to_fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()

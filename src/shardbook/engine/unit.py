@@ -1,0 +1,195 @@
+"""A unit: the parameters that are gathered and released together, and the gradients that are reduced together.
+
+Two small state machines, drawn here with what each state costs on a rank (P: the unit's parameters in bytes).
+
+    parameters   AWAY ──fetch──▶ ARRIVING ──wait──▶ HERE ──release──▶ AWAY
+                 shard only       P + shard          P + shard
+
+    Where parameters stay full there is no AWAY: HERE ──refresh──▶ ARRIVING ──wait──▶ HERE, at P throughout.
+
+    gradients    NONE ──land──▶ LANDING ──launch──▶ REDUCING ──finish──▶ REDUCED
+                 0              unreduced            + receive            grad
+
+A transition does its copies (`flat`) and messages (`comm`); when it happens is decided by the engine and `schedule`.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from torch import Tensor, nn
+
+from shardbook.engine.comm import Pending, Transport
+from shardbook.engine.flat import Flat, Member
+from shardbook.engine.guard import Guard
+from shardbook.engine.journal import Journal
+from shardbook.engine.residency import Residency
+from shardbook.errors import UsageError
+
+
+class Presence(Enum):
+    """Where the values of the parameters are."""
+
+    AWAY = auto()
+    ARRIVING = auto()
+    HERE = auto()
+
+
+class Unit:
+    """See the file's header. ``modules`` are those whose forward needs the unit; ``ancestors`` the units around it."""
+
+    def __init__(self, index: int, name: str, modules: Sequence[nn.Module], flats: Sequence[Flat], residency: Residency, transport: Transport,
+                 journal: Journal, ancestors: Sequence[int]) -> None:  # fmt: skip
+        self.index, self.name, self.modules, self.flats, self.ancestors = index, name, tuple(modules), tuple(flats), frozenset(ancestors)
+        self._residency, self._transport, self._journal = residency, transport, journal
+        self._trainable = tuple(flat for flat in flats if flat.trainable)
+        guarded = [(member.name, member.parameter, flat.trainable) for flat in flats for member in flat.members]
+        self._guard = Guard(name, guarded, self._complete_on_read)
+        self._arriving: list[Pending] = []
+        self._reducing: list[Pending] = []
+        self._returning: list[Pending] = []
+        self.presence = Presence.HERE
+        self.pins = 0
+        self.in_backward = False
+        self.reduced = False  # in this micro-batch
+        self._landed = [[False] * len(flat.members) for flat in self._trainable]  # in this micro-batch
+        self._num_missing = self._num_members = sum(len(flat.members) for flat in self._trainable)
+
+    @property
+    def full_nbytes(self) -> int:
+        return sum(flat.full.nbytes for flat in self.flats)
+
+    @property
+    def is_trainable(self) -> bool:
+        return bool(self._trainable)
+
+    @property
+    def is_frozen_in_part(self) -> bool:
+        return len(self._trainable) < len(self.flats)
+
+    @property
+    def members(self) -> list[tuple[Flat, int, Member]]:
+        return [(flat, index, member) for flat in self.flats for index, member in enumerate(flat.members)]
+
+    # ---- parameters ---------------------------------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """AWAY → ARRIVING: memory for the full parameters, own shard in place, messages under way."""
+        if self.presence is not Presence.AWAY:
+            return
+        self._journal.mark("gather", self.name, "begin")
+        for flat in self.flats:
+            flat.full.take()
+            flat.restore_own()
+        self._send("gather")
+        self._journal.mark("gather", self.name, "end")
+
+    def refresh(self) -> None:
+        """HERE → ARRIVING: every rank has new values in its own shard of the full parameters; send them around."""
+        self._guard.close()
+        self._journal.mark("refresh", self.name, "begin")
+        self._send("refresh", trainable_only=True)
+        self._journal.mark("refresh", self.name, "end")
+
+    def wait(self) -> None:
+        """→ HERE, whatever the state."""
+        self.fetch()
+        if self.presence is Presence.ARRIVING:
+            self._journal.mark("gather.wait", self.name, "begin")
+            while self._arriving:
+                self._arriving[0].wait()
+                self._arriving.pop(0)
+            self._guard.open()
+            self.presence = Presence.HERE
+            self._journal.mark("gather.wait", self.name, "end")
+
+    def release(self) -> None:
+        """HERE → AWAY: free the full parameters, unless they stay."""
+        if self._residency.full_parameters or self.pins or self.presence is Presence.AWAY:
+            return
+        self.wait()
+        self._guard.close()
+        for flat in self.flats:
+            flat.full.give_back()
+        self.presence = Presence.AWAY
+
+    def changed(self) -> None:
+        """The step has changed the values: older graphs must not use them."""
+        self._guard.bump()
+
+    def publish(self) -> None:
+        """The optimizer has stepped: its new values go to wherever the parameters rest."""
+        for flat in self._trainable:
+            flat.publish()
+
+    def _send(self, kind: str, *, trainable_only: bool = False) -> None:
+        self._arriving = [
+            self._transport.gather(flat.full.tensor, flat.channel, kind)  # pyright: ignore[reportArgumentType]
+            for flat in (self._trainable if trainable_only else self.flats)
+            if flat.layout.numel
+        ]
+        self.presence = Presence.ARRIVING
+
+    def _complete_on_read(self) -> bool:
+        """A read outside forward: what is under way to this rank may be awaited, but nothing may be asked of other ranks."""
+        if not self._residency.full_parameters:
+            return False
+        self.wait()
+        return True
+
+    # ---- gradients ----------------------------------------------------------------------------------------------------
+
+    def land(self, flat_index: int, index: int, gradient: Tensor, *, adds_locally: bool) -> bool:
+        """Take one gradient; returns whether it was the last that the unit waits for in this micro-batch."""
+        flat, landed = self._trainable[flat_index], self._landed[flat_index]
+        if self.reduced:
+            raise UsageError(
+                f"a gradient for {flat.members[index].name!r} arrived after unit {self.name!r} had been reduced in this micro-batch: the unit takes part in "
+                f"two backward passes (reentrant checkpoints do that); use torch.utils.checkpoint with use_reentrant=False, or one checkpoint around the unit"
+            )
+        again = landed[index] or (adds_locally and flat.has_gradient[index])
+        flat.land(index, gradient, add=again)
+        if not landed[index]:
+            landed[index] = True
+            self._num_missing -= 1
+        return self._num_missing == 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Every trainable parameter has its gradient of this micro-batch."""
+        return self._num_missing == 0
+
+    def launch(self) -> None:
+        """LANDING → REDUCING: send every rank its part."""
+        self._journal.mark("reduce", self.name, "begin")
+        for flat, landed in zip(self._trainable, self._landed, strict=True):
+            flat.fill_missing(landed if not self._residency.full_gradients else flat.has_gradient)
+            if flat.layout.numel:
+                self._reducing.append(self._transport.reduce(flat.unreduced.tensor, flat.take_receive(), flat.channel))
+        self.reduced = True
+        self._journal.mark("reduce", self.name, "end")
+
+    def finish(self) -> None:
+        """REDUCING → REDUCED: the own shard is added up; where gradients stay full everywhere, it is sent around."""
+        self._journal.mark("reduce.wait", self.name, "begin")
+        for pending in self._reducing:
+            pending.wait()
+        self._reducing = []
+        for flat in self._trainable:
+            if flat.layout.numel:
+                flat.add_up()
+                if self._residency.full_optimizer:
+                    self._returning.append(self._transport.gather(flat.grad.tensor, flat.channel, "return"))
+        self._journal.mark("reduce.wait", self.name, "end")
+
+    def finish_return(self) -> None:
+        """The reduced gradients of all shards are here, where every rank steps on all of them."""
+        for pending in self._returning:
+            pending.wait()
+        self._returning = []
+
+    def end_micro_batch(self) -> None:
+        """Nothing has landed yet in the next micro-batch."""
+        self.reduced = False
+        self.in_backward = False
+        self._landed = [[False] * len(flat.members) for flat in self._trainable]
+        self._num_missing = self._num_members

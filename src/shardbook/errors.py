@@ -1,0 +1,40 @@
+"""Every exception shardbook raises on purpose.
+
+    ShardbookError
+    ├── ConfigError(ValueError)         a setting, an argument or a file is wrong; found when it is built
+    ├── UsageError(RuntimeError)        a call that the state of the engine does not allow
+    │   └── ShardedReadError            the values of a sharded parameter were read outside ``engine.gathered``
+    └── RankError(RuntimeError)         another rank makes it impossible to go on
+        ├── DivergenceError             ranks committed to operations that cannot meet
+        └── RankLostError               a rank raised, ended or was killed
+
+Messages name the field or parameter, its value, what is allowed and the remedy.
+"""
+
+
+class ShardbookError(Exception):
+    """Base of everything shardbook raises on purpose."""
+
+
+class ConfigError(ShardbookError, ValueError):
+    """A setting, an argument or a file is wrong. Raised when something is built, never half-way through a step."""
+
+
+class UsageError(ShardbookError, RuntimeError):
+    """A call that the engine cannot honour in its present state."""
+
+
+class ShardedReadError(UsageError):
+    """The values of a sharded parameter were read where they are not gathered."""
+
+
+class RankError(ShardbookError, RuntimeError):
+    """This rank cannot go on because of another one."""
+
+
+class DivergenceError(RankError):
+    """Ranks have committed to operations that can never meet."""
+
+
+class RankLostError(RankError):
+    """A rank raised an exception, ended, or was killed."""

@@ -1,0 +1,48 @@
+"""What the engine tells its observers: plain records, made only while somebody listens.
+
+An observer is any callable that takes one event. A :class:`Booking` moves bytes in or out of an account, a :class:`Traffic`
+is one collective's bytes as this rank sends them, a :class:`Mark` opens or closes a phase of one unit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from shardbook.accounts import Account, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Booking:
+    """``nbytes`` (negative when they are given back) in one account; ``padding`` of them carry no element of a parameter."""
+
+    account: Account
+    tier: Tier
+    unit: str
+    nbytes: int
+    phase: str
+    padding: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """One collective: what this rank sent to all others together, headers not included. ``sequence`` counts this kind on this unit."""
+
+    kind: Literal["gather", "reduce", "refresh", "return", "step", "init"]
+    unit: str
+    sequence: int
+    sent_nbytes: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A phase of one unit begins or ends; ``seconds`` is ``time.perf_counter()``."""
+
+    name: Literal["forward", "backward", "gather", "gather.wait", "reduce", "reduce.wait", "refresh", "refresh.wait", "step"]
+    unit: str
+    edge: Literal["begin", "end"]
+    seconds: float
+
+
+Event = Booking | Traffic | Mark
+Observer = Callable[[Event], None]

@@ -1,0 +1,42 @@
+"""One rank's run from its recipe to ``run.json``: what :mod:`shardbook.train.rank` and the ``train`` command call."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from shardbook.document import RunDocument, write_atomically
+from shardbook.train.devices import choose_device, process_group
+from shardbook.train.loop import open_training
+from shardbook.train.recipe import Recipe, Sourced, build_recipe
+from shardbook.train.terminal import Reporter
+from shardbook.train.world import ALONE, World, find_world
+
+RUN_FILE = "run.json"
+
+
+def run_request(request: Mapping[str, Mapping[str, Any]], *, as_json: bool) -> int:
+    """:func:`run` with a recipe that came from another process, as :meth:`Recipe.request` wrote it."""
+    recipe = build_recipe({}, {name: Sourced(value=given["value"], origin=given["origin"]) for name, given in request.items()})
+    return run(recipe, find_world(os.environ) or ALONE, as_json=as_json)
+
+
+def run(recipe: Recipe, world: World, *, as_json: bool) -> int:
+    """Trains as the recipe says. The exit code: 0, or 1 if the plain loop disagreed."""
+    device = choose_device(recipe.run.device, world)
+    reporter = Reporter(recipe, as_json=as_json, silent=world.rank != 0)
+    with process_group(world, device) as backend, open_training(recipe, world, device) as training:
+        reporter.begin(training.text.describe(), f"{world.num_ranks} ranks on {device.type}, backend {backend}", training.engine.describe())
+        training.comparison.start()
+        with reporter.progress():
+            for step in range(1, recipe.run.steps + 1):
+                reporter.step(step, training.step(step), device)
+        document = training.document(training.validate())
+    if world.rank == 0:
+        _finish(recipe, reporter, document)
+    return 0 if document.baseline is None or document.baseline.identical else 1
+
+
+def _finish(recipe: Recipe, reporter: Reporter, document: RunDocument) -> None:
+    path = recipe.run.out / RUN_FILE
+    write_atomically(path, document.to_json())
+    reporter.finish(document, path)

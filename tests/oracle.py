@@ -281,9 +281,13 @@ class PlainRun:
         return self._forward(lambda *args, **kwargs: model(*cast(args, dtype), **cast(kwargs, dtype)), batch)
 
     def full_parameters(self) -> dict[str, Tensor]:
+        """The model's own values, by name."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def updated(self) -> dict[str, nn.Parameter]:
         """What the optimizer holds, by the model's names: the master where there is one."""
         names = [name for name, _ in self.model.named_parameters()]
-        return {name: master.detach() for name, master in zip(names, self.masters, strict=True)}
+        return {name: master for name, master in zip(names, self.masters, strict=True) if master.requires_grad}
 
 
 def usual_step(

@@ -3,8 +3,11 @@
 0: it fits, it agrees, it is done. 1: it doesn't, or it failed. 2: wrong usage.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import tyro
@@ -23,15 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit code of one command line, ``sys.argv`` by default; argument errors and help end the process as argparse does."""
+    # Until a command has something to unwind: an exception inside torch's import would abort the process.
+    signal.signal(signal.SIGINT, _end_at_once)
     try:
         code = tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="shardbook", description="Trains PyTorch models under ZeRO and keeps the books.", args=arguments
         )
     except ConfigError as error:
         return fail(str(error), 2)
-    except KeyboardInterrupt:
-        return fail("interrupted", 130)
     return int(code)
+
+
+def _end_at_once(number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"shardbook: interrupted\n")
+    os._exit(128 + number)
 
 
 def fail(message: str, code: int) -> int:

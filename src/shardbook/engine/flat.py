@@ -141,8 +141,8 @@ class Flat:
         again = self.grad.present and not self._shares
         if self._shares:
             self.grad.rebook(Account.GRAD)
-        out = self.grad.take()
-        out = self.own(self.grad) if self._residency.full_gradients else out
+        self.grad.take()
+        out = self._own_gradient
         in_place_already = self._shares and parts[0] is self.unreduced.tensor  # one rank alone
         if not in_place_already:
             scratch = self._storage.buffer(Account.WORKSPACE, self.unit, min(numerics.CHUNK_NUMEL, max(out.numel(), 1)), self.types.reduce)
@@ -155,7 +155,7 @@ class Flat:
     def scaled_gradients(self, scale: float, has_gradient: Sequence[bool]) -> Buffer | None:
         """Give every piece its share of the gradient times ``scale``; returns a buffer to give back after the step, if one was needed."""
         target = self.pieces[0].parameter.dtype if self.pieces else self.types.grad
-        source, cast = self.grad.tensor, None
+        source, cast = self._stepped_gradients, None
         if target == source.dtype:
             source.mul_(scale)
         else:
@@ -172,11 +172,11 @@ class Flat:
 
     def gradient_of(self, piece: Piece) -> Tensor:
         """The reduced gradient of one piece."""
-        return self.grad.tensor[piece.span.offset : piece.span.offset + piece.span.numel]
+        return self._stepped_gradients[piece.span.offset : piece.span.offset + piece.span.numel]
 
     def own_gradients(self) -> list[tuple[Member, Span, Tensor]]:
         """The reduced gradients in this rank's shard, whether or not it keeps others."""
-        grad = self.own(self.grad) if self._residency.full_gradients else self.grad.tensor
+        grad = self._own_gradient
         spans = self.layout.spans(self._transport.rank)
         return [(self.members[span.slot], span, grad[span.offset : span.offset + span.numel]) for span in spans]
 
@@ -190,6 +190,16 @@ class Flat:
             if self._shares:
                 self.grad.rebook(Account.GRAD_FULL)
         self.has_gradient = [False] * len(self.members)
+
+    @property
+    def _own_gradient(self) -> Tensor:
+        """The reduced gradient of this rank's shard."""
+        return self.own(self.grad) if self._residency.full_gradients else self.grad.tensor
+
+    @property
+    def _stepped_gradients(self) -> Tensor:
+        """The reduced gradient of all that this rank steps on: its shard, or everything."""
+        return self.grad.tensor if self._residency.full_optimizer else self._own_gradient
 
     # ---- construction -------------------------------------------------------------------------------------------------
 

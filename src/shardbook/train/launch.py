@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from shardbook.errors import ConfigError, ShardbookError
@@ -63,17 +64,34 @@ def launch(job: Mapping[str, Any], *, ranks: int, port: int | None = None) -> An
             monitor_interval=0.1,
             local_addr=LOOPBACK,  # the machine's own name needn't resolve
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
         )
+        interrupted = _interrupt_by(SignalException)
         try:
             # -P: the folder a user happens to stand in must not shadow modules, as it doesn't for the command itself.
             elastic_launch(config, sys.executable)("-P", "-m", "shardbook.train.rank", str(job_file))
         except ChildFailedError as error:
             raise _cause(error.failures) from None
         except SignalException as error:
-            raise LaunchError(f"{error.sigval.name}: all ranks ended", exit_code=128 + error.sigval) from None
-        except KeyboardInterrupt:
-            raise LaunchError("SIGINT: all ranks ended", exit_code=128 + signal.SIGINT) from None
+            number = signal.SIGINT if interrupted else error.sigval
+            raise LaunchError(f"{number.name}: all ranks ended", exit_code=128 + number) from None
         return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _interrupt_by(exception: type[Exception]) -> list[int]:
+    """From now on Ctrl-C raises, once, what makes elastic end the ranks by SIGTERM; the list then holds the signal.
+
+    By SIGTERM, as a Python that is just starting would answer SIGINT with a traceback.
+    """
+    seen: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        seen.append(number)
+        raise exception(f"signal {number}", signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, interrupt)
+    return seen
 
 
 def check_port(port: int) -> None:

@@ -27,13 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit code of one command line, ``sys.argv`` by default; argument errors and help end the process as argparse does."""
     # Until a command has something to unwind: an exception inside torch's import would abort the process.
-    signal.signal(signal.SIGINT, _end_at_once)
+    before = signal.signal(signal.SIGINT, _end_at_once)
     try:
         code = tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="shardbook", description="Trains PyTorch models under ZeRO and keeps the books.", args=arguments
         )
     except ConfigError as error:
         return fail(str(error), 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
     return int(code)
 
 

@@ -38,7 +38,7 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
         raise ConfigError(f"model: {type(model).__name__} has no parameters; an engine needs at least one")
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     for name, parameter in named.items():
-        if tensors is not None and isinstance(parameter.data if not is_guarded(parameter) else None, tensors.DTensor):
+        if tensors is not None and isinstance(parameter, tensors.DTensor):
             raise ConfigError(f"model: parameter {name!r} is a DTensor; parameters that are already distributed are not supported: build the engine on the plain model")
     for path, module in model.named_modules():
         if is_taken(module) or any(parameter is not None and is_guarded(parameter) for parameter in module._parameters.values()):

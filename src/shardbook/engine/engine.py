@@ -616,8 +616,6 @@ def _connect(group: Any, journal: Journal, config: ZeroConfig) -> tuple[Watch, T
         store = store.clone() if hasattr(store, "clone") else store
         ranks = "-".join(map(str, dist.get_process_group_ranks(group))) if num_ranks < dist.get_world_size() else "all"
         prefix = f"shardbook/{ranks}/{store.add(f'shardbook/{ranks}/engines/{rank}', 1)}"
-        if rank == 0:
-            store.set(f"{prefix}/failure-open", "1")
     watch = Watch(rank, num_ranks, store, prefix)
     transport = connect(group, watch, journal, config.reduction)
     watch.start(getattr(transport, "pairs", None))

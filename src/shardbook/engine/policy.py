@@ -28,8 +28,8 @@ class Policy:
     """Applies a :class:`Precision` to a model's parameters.
 
     ``Precision.param`` governs the model's main floating type, the one that holds most elements. Parameters of another type, and
-    those that ``Precision.keep`` names (by parameter or by enclosing module), stay out of the policy. Nothing is ever added or
-    updated in a narrower type than it has.
+    those that ``Precision.keep`` names (by parameter or by enclosing module), stay out of the policy: they keep their type, and are
+    never added, kept waiting or updated in a narrower one.
     """
 
     def __init__(self, precision: Precision, named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -54,8 +54,8 @@ class Policy:
         if not trainable:
             return Types(source, param, param, param, None)
         reduce, grad = DTYPES[self._precision.reduce], DTYPES[self._precision.grad_dtype]
-        if param == torch.float64:
-            reduce = grad = param
+        if kept is not None or source != self._main:
+            reduce, grad = torch.promote_types(reduce, param), torch.promote_types(grad, param)
         master = None if self._precision.master is None else DTYPES[self._precision.master]
         if master is not None and master.itemsize <= param.itemsize:
             master = None

@@ -1,7 +1,7 @@
 """The one exchange of a step: what each rank knows of its micro-batches, packed, sent, and added up in rank order.
 
-Layout of a rank's float64 vector: loss, sum of squares of the gradients in its shards, mismatch flag | weight, micro-batches,
-of them weighted, of them with a loss, number of the first non-finite parameter, three digests of orders | one bit per trainable
+Layout of a rank's float64 vector: loss, sum of squares of the gradients in its shards, mismatch flag, weight, number of the first
+non-finite parameter | micro-batches, of them with and without a weight, of them of unknown loss | digests of orders | one bit per
 parameter (has a gradient), 32 to a word. The first part may live on the device; the rest is known on the host.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from shardbook.errors import DivergenceError, UsageError
 
 _BITS = 32
+_NUM_FIXED = 9  # entries before the digests
 
 
 @dataclass(slots=True)
@@ -25,18 +26,21 @@ class Tally:
     weight: float | Tensor = 0.0
     num_micro_batches: int = 0
     num_weighted: int = 0
-    num_with_loss: int = 0
+    num_unweighted: int = 0
+    num_unknown: int = 0  # backward was called on the tensor: the loss never passed through the engine
 
     def add(self, loss: Tensor | None, weight: float | Tensor | None, *, empty: bool) -> None:
         """One micro-batch. Nothing is read from the device here."""
         self.num_micro_batches += 1
         if empty:
             return
-        if loss is not None:
+        if loss is None:
+            self.num_unknown += 1
+        else:
             self.loss = self.loss + loss.detach().double()
-            self.num_with_loss += 1
         if weight is None:
             self.weight = self.weight + 1.0
+            self.num_unweighted += 1
         else:
             self.weight = self.weight + (weight.detach().double() if isinstance(weight, Tensor) else float(weight))
             self.num_weighted += 1
@@ -63,7 +67,8 @@ def pack(tally: Tally, squares: Tensor, mismatch: Tensor | None, numbers: Sequen
     """This rank's vector. ``squares``: float64, one per own piece, of the parameters with these ``numbers``."""
     device = squares.device
     words = [float(sum(1 << bit for bit, flag in enumerate(has_gradient[begin : begin + _BITS]) if flag)) for begin in range(0, len(has_gradient), _BITS)]
-    host = [float(tally.num_micro_batches), float(tally.num_weighted), float(tally.num_with_loss), *map(float, digests), *words]
+    counts = (tally.num_micro_batches, tally.num_weighted, tally.num_unweighted, tally.num_unknown)
+    host = [*map(float, counts), *map(float, digests), *words]
 
     def scalar(value: float | Tensor) -> Tensor:
         return value.reshape(()).to(device=device, dtype=torch.float64) if isinstance(value, Tensor) else torch.full((), float(value), dtype=torch.float64, device=device)
@@ -88,25 +93,24 @@ def add_up(rows: Sequence[Sequence[float]], num_parameters: int, num_digests: in
     if len(set(micro_batches)) > 1:
         each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(micro_batches))
         raise DivergenceError(f"the ranks did different numbers of micro-batches in this step ({each}); call engine.backward(None) for an empty one")
-    weighted, with_loss = sum(int(row[6]) for row in rows), sum(int(row[7]) for row in rows)
-    weight = math.fsum(row[3] for row in rows)
-    squares = 0.0
-    for row in rows:
-        squares += row[1]
-    words = len(rows[0]) - 8 - num_digests
+    weighted, unweighted, unknown = (sum(int(row[index]) for row in rows) for index in (6, 7, 8))
+    weight = loss = squares = 0.0
+    for row in rows:  # one rank after the other, as the promise says (sum() may do otherwise)
+        loss, squares, weight = loss + row[0], squares + row[1], weight + row[3]
+    words = len(rows[0]) - _NUM_FIXED - num_digests
     merged = [0] * words
     for row in rows:
         for index in range(words):
-            merged[index] |= int(row[8 + num_digests + index])
+            merged[index] |= int(row[_NUM_FIXED + num_digests + index])
     first = min(row[4] for row in rows)
     return Totals(
-        loss=sum(row[0] for row in rows) / weight if with_loss and weight else None,
-        weight=_checked_weight(weight, weighted, with_loss),
+        loss=None if unknown or not weight else loss / weight,
+        weight=_checked_weight(weight, weighted, unweighted),
         raw_norm=_to_fp32(math.sqrt(squares) if squares >= 0 else squares),
         first_nonfinite=None if math.isinf(first) else int(first),
         has_gradient=tuple(bool(merged[index // _BITS] >> index % _BITS & 1) for index in range(num_parameters)),
         mismatch=any(row[2] for row in rows),
-        orders_agree=tuple(len({row[8 + index] for row in rows}) == 1 for index in range(num_digests)),
+        orders_agree=tuple(len({row[_NUM_FIXED + index] for row in rows}) == 1 for index in range(num_digests)),
     )
 
 
@@ -143,9 +147,12 @@ def scale_of(raw_norm: float, weight: float, loss_scale: float, clip: float | No
     return norm, clip_factor, _to_fp32(clip_factor / divisor)
 
 
-def _checked_weight(weight: float, weighted: int, with_loss: int) -> float:
-    if 0 < weighted < with_loss:
-        raise UsageError(f"engine.backward: {weighted} of {with_loss} micro-batches of this step (all ranks) were given a weight; give weight= to all of them or to none")
+def _checked_weight(weight: float, weighted: int, unweighted: int) -> float:
+    if weighted and unweighted:
+        raise UsageError(
+            f"engine.backward: {weighted} micro-batches of this step (all ranks together) were given a weight and {unweighted} were not; "
+            f"give weight= to all of them or to none"
+        )
     if not math.isfinite(weight) or weight <= 0:
         raise UsageError(f"engine.step: the total weight of this step is {weight}; it must be positive, as the objective is the sum of losses over the sum of weights. The step was not applied")
     return weight

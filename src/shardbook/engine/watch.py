@@ -215,7 +215,7 @@ class Watch:
         if self._reported == label:
             return
         self._reported = label
-        running = [rank for rank in range(self.num_ranks) if rank != self.rank and not (record := self._read(rank)) or not record.get("key")]
+        running = [rank for rank in range(self.num_ranks) if rank != self.rank and not (self._read(rank) or {}).get("key")]
         _log.warning("rank %d has waited %.0f s in %s; not in any collective: rank %s (slow is not wrong: nothing is ended)",
                      self.rank, lasted, label, ", ".join(map(str, running)) or "none")  # fmt: skip
 

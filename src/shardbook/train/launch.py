@@ -48,7 +48,7 @@ def launch(job: Mapping[str, Any], *, ranks: int, port: int | None = None) -> An
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _silence_elastic()
-    with tempfile.TemporaryDirectory(prefix="shardbook-") as folder, _environment(ranks):
+    with tempfile.TemporaryDirectory(prefix="shardbook-") as folder, _environment(ranks), _handlers_kept():
         job_file = Path(folder, "job.json")
         result = Path(folder, "result.json")
         job_file.write_text(json.dumps({**job, "result": str(result)}), encoding="utf-8")
@@ -145,6 +145,18 @@ def _silence_elastic() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic") or name == "torch.distributed.launcher.api":
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Elastic leaves its own handlers behind."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -62,6 +62,7 @@ class Training:
                 del loss_sum, num_tokens
             report = self.engine.step()
             applied = report.applied
+        self._traffic.end_step()
         self._seconds += time.perf_counter() - start
         self._losses.append(report.loss if report.loss is not None and math.isfinite(report.loss) else None)
         self._num_tokens += int(report.weight)
@@ -151,22 +152,19 @@ class Training:
 
 
 class Counted:
-    """Bytes that one rank sent: since the beginning, and in the step under way or just done."""
+    """Bytes that one rank sent: in all, and in the last step alone, without what validation and comparison gather."""
 
     def __init__(self) -> None:
-        self.total = self._before = 0
+        self.total = self.of_step = self._before = 0
 
     def begin_step(self) -> None:
-        """From here on it is another step's."""
         self._before = self.total
+
+    def end_step(self) -> None:
+        self.of_step = self.total - self._before
 
     def add(self, nbytes: int) -> None:
         self.total += nbytes
-
-    @property
-    def of_step(self) -> int:
-        """Since :meth:`begin_step`."""
-        return self.total - self._before
 
 
 @contextmanager

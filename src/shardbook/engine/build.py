@@ -39,11 +39,15 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     for name, parameter in named.items():
         if tensors is not None and isinstance(parameter, tensors.DTensor):
-            raise ConfigError(f"model: parameter {name!r} is a DTensor; parameters that are already distributed are not supported: build the engine on the plain model")
+            raise ConfigError(
+                f"model: parameter {name!r} is a DTensor; parameters that are already distributed are not supported: build the engine on the plain model"
+            )
     for path, module in model.named_modules():
         if is_taken(module) or any(parameter is not None and is_guarded(parameter) for parameter in module._parameters.values()):
             name = next((name for name in named if name.startswith(f"{path}." if path else "")), path)
-            raise ConfigError(f"model: parameter {name!r} is already under another engine; close that engine first (engine.close()), or build a model of its own for this one")
+            raise ConfigError(
+                f"model: parameter {name!r} is already under another engine; close that engine first (engine.close()), or build a model of its own for this one"
+            )
     return named
 
 
@@ -52,7 +56,9 @@ def build_units(model: nn.Module, named: dict[str, nn.Parameter], config: ZeroCo
     """Every unit, with its memory and its initial values; the root first."""
     on_meta = [name for name, parameter in named.items() if parameter.device.type == "meta"]
     if on_meta and init is None and storage.device.type != "meta":
-        raise ConfigError(f"model: parameter {on_meta[0]!r} is on the meta device and no init= was given; pass init=, which initialises one unit's modules in place")
+        raise ConfigError(
+            f"model: parameter {on_meta[0]!r} is on the meta device and no init= was given; pass init=, which initialises one unit's modules in place"
+        )
     policy = Policy(config.precision, named.items())
     parts = partition(model, config.units)
     plan = [_group(part, policy, trains=trains) for part in parts]
@@ -62,8 +68,14 @@ def build_units(model: nn.Module, named: dict[str, nn.Parameter], config: ZeroCo
     units: list[Unit] = []
     _fake_meta_parameters(model, storage.device)
     for index, (part, groups) in enumerate(zip(parts, plan, strict=True)):
-        layouts = [lay_out([(name, parameter.numel()) for name, parameter in members], transport.num_ranks, transport.header_numel) for members in groups.values()]
-        sources = [storage.buffer(Account.WORKSPACE, part.name, layout.numel, types.source) for (types, _), layout in zip(groups, layouts, strict=True)]
+        layouts = [
+            lay_out([(name, parameter.numel()) for name, parameter in members], transport.num_ranks, transport.header_numel)
+            for members in groups.values()
+        ]
+        sources = [
+            storage.buffer(Account.WORKSPACE, part.name, layout.numel, types.source)
+            for (types, _), layout in zip(groups, layouts, strict=True)
+        ]
         if any(parameter.device.type == "meta" for _, parameter in part.parameters) or (index == 0 and on_meta):
             for members, source, layout in zip(groups.values(), sources, layouts, strict=True):
                 _materialise(members, source, layout)
@@ -71,7 +83,9 @@ def build_units(model: nn.Module, named: dict[str, nn.Parameter], config: ZeroCo
                 _initialise(model, part, init, storage.device)
         flats: list[Flat] = []
         for source, layout, ((types, trainable), members) in zip(sources, layouts, groups.items(), strict=True):
-            adopted = [Member(name, parameter, numbers[id(parameter)], tuple(parameter.shape), _stride(parameter)) for name, parameter in members]
+            adopted = [
+                Member(name, parameter, numbers[id(parameter)], tuple(parameter.shape), _stride(parameter)) for name, parameter in members
+            ]
             flat = Flat(part.name, count, adopted, layout, types, trainable=trainable, residency=residency, transport=transport, storage=storage,
                         adds_locally=residency.full_gradients and config.accumulate > 1, keep_shard=config.precision.keep_param_shard)  # fmt: skip
             _load(source, flat)
@@ -83,7 +97,9 @@ def build_units(model: nn.Module, named: dict[str, nn.Parameter], config: ZeroCo
         units.append(Unit(index, part.name, part.modules, flats, residency, transport, journal, part.ancestors))
         units[-1].release()
     if count > _MAX_FLATS:
-        raise ConfigError(f"ZeroConfig.units: {count} flat buffers; at most {_MAX_FLATS} can be told apart in messages: choose larger units")
+        raise ConfigError(
+            f"ZeroConfig.units: {count} flat buffers; at most {_MAX_FLATS} can be told apart in messages: choose larger units"
+        )
     return units
 
 
@@ -98,7 +114,12 @@ def _group(part: Part, policy: Policy, *, trains: bool) -> dict[tuple[Types, boo
 
 def _check_same_model(plan: Sequence[Any], transport: Transport, storage: Storage) -> None:
     """All ranks must build the same units of the same parameters: compare digests before the first message of a unit."""
-    lines = [f"{name} {tuple(parameter.shape)} {types} trainable={trainable}" for groups in plan for (types, trainable), members in groups.items() for name, parameter in members]
+    lines = [
+        f"{name} {tuple(parameter.shape)} {types} trainable={trainable}"
+        for groups in plan
+        for (types, trainable), members in groups.items()
+        for name, parameter in members
+    ]
     digests = [float(int.from_bytes(hashlib.blake2b(line.encode(), digest_size=6).digest(), "big")) for line in lines]
     mine = torch.tensor([float(len(lines)), *digests[:4096]], dtype=torch.float64, device=storage.device)
     if transport.num_ranks == 1 or not is_memory_known(mine):
@@ -110,7 +131,9 @@ def _check_same_model(plan: Sequence[Any], transport: Transport, storage: Storag
     for index, line in enumerate(lines[:4096], start=1):
         different = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
         if different:
-            raise DivergenceError(f"the ranks built different models: rank {different[0]} differs from rank 0 at the parameter that is here {line}")
+            raise DivergenceError(
+                f"the ranks built different models: rank {different[0]} differs from rank 0 at the parameter that is here {line}"
+            )
 
 
 def _load(source: Buffer, flat: Flat) -> None:
@@ -132,7 +155,9 @@ def _synchronise(source: Buffer, flat: Flat, transport: Transport, how: str) -> 
     same = [torch.equal(flat.slot_view(source, index), mine.as_strided(member.shape, member.stride, slot.offset))
             for index, (member, slot) in enumerate(zip(flat.members, flat.layout.slots, strict=True))]  # fmt: skip
     first = float(same.index(False)) if False in same else -1.0
-    for rank, (found,) in enumerate(transport.exchange(torch.tensor([first], dtype=torch.float64, device=source.tensor.device), flat.unit).tolist()):
+    for rank, (found,) in enumerate(
+        transport.exchange(torch.tensor([first], dtype=torch.float64, device=source.tensor.device), flat.unit).tolist()
+    ):
         if found >= 0:
             raise DivergenceError(
                 f'init_sync="check": rank {rank} begins with other values than rank 0 in parameter {flat.members[int(found)].name!r}; '
@@ -156,7 +181,12 @@ def _initialise(model: nn.Module, part: Part, init: Callable[[nn.Module], None],
     """
     mine = {id(parameter) for _, parameter in part.parameters}
     modules = [module for root in part.modules for module in root.modules()]
-    fresh = [named for module in modules if part.modules[0] is not model or _owns(module, mine) or not _has_parameters(module) for named in _fill_buffers(module, device)]
+    fresh = [
+        named
+        for module in modules
+        if part.modules[0] is not model or _owns(module, mine) or not _has_parameters(module)
+        for named in _fill_buffers(module, device)
+    ]
     roots = part.modules if part.modules[0] is not model else [module for module in modules if _owns(module, mine)]
     with torch.no_grad():
         for module in roots:
@@ -171,7 +201,9 @@ def _initialise(model: nn.Module, part: Part, init: Callable[[nn.Module], None],
     missing = [name for name, parameter in part.parameters if _is_spoilt(parameter)]
     missing += [name for module, name in fresh if (buffer := module._buffers[name]) is not None and _is_spoilt(buffer)]
     if missing:
-        raise ConfigError(f"init: {missing[0]!r} of unit {part.name!r} was not initialised; init(module) must fill every parameter and buffer of the module it gets, in place")
+        raise ConfigError(
+            f"init: {missing[0]!r} of unit {part.name!r} was not initialised; init(module) must fill every parameter and buffer of the module it gets, in place"
+        )
 
 
 def _owns(module: nn.Module, ids: set[int]) -> bool:
@@ -229,7 +261,9 @@ def choose_device(named: dict[str, nn.Parameter], device: torch.device | None, g
         return torch.device(device)
     devices = {parameter.device for parameter in named.values() if parameter.device.type != "meta"}
     if len(devices) > 1:
-        raise ConfigError(f"model: parameters are on several devices ({', '.join(sorted(map(str, devices)))}); move the model to one, or give device=")
+        raise ConfigError(
+            f"model: parameters are on several devices ({', '.join(sorted(map(str, devices)))}); move the model to one, or give device="
+        )
     backend = None if group is None else dist.get_backend(group)
     if backend == "nccl" or (not devices and backend is None and torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())

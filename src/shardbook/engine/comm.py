@@ -6,8 +6,8 @@ ranks) uses the library's own collectives; their label travels as a header in th
 Names of collectives that change between versions of torch live in this file alone.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -22,8 +22,9 @@ from shardbook.engine.watch import Label, Watch
 _KINDS: tuple[Kind, ...] = ("gather", "reduce", "refresh", "return", "step", "init")
 _PATIENCE = timedelta(days=7)  # a slow rank is never ended: deadlock and death are found by `watch`, not by a timeout
 
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_names: Any = dist  # torch 2.13 names them *_single and deprecates the older names
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _names.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or _names.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +316,5 @@ def _tag(label: Label) -> int:
 
 
 def _give_back_group(group: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            dist.destroy_process_group(group)
-        except (ValueError, RuntimeError, AssertionError):
-            pass  # the caller has destroyed all groups already
+    with suppress(ValueError, RuntimeError, AssertionError):  # the caller may have destroyed all groups already
+        dist.destroy_process_group(group)

@@ -23,12 +23,19 @@ def text(config: ZeroConfig, residency: Residency, transport: Transport, units: 
         f"{' (auto)' if config.reduction == 'auto' else ''}; prefetch: {config.prefetch.ahead} ahead",
     ]
     for unit in units:
-        sizes = ", ".join(f"{_short(flat.types.param)} {flat.layout.numel:,}{'' if flat.trainable else ' frozen'}" for flat in unit.flats) or "no parameters of its own"
+        sizes = (
+            ", ".join(f"{_short(flat.types.param)} {flat.layout.numel:,}{'' if flat.trainable else ' frozen'}" for flat in unit.flats)
+            or "no parameters of its own"
+        )
         lines.append(f"  unit {unit.name}: {sizes}; gathered {unit.full_nbytes:,} bytes")
         for flat in unit.flats:
             for span in flat.layout.spans(transport.rank):
                 member = flat.members[span.slot]
-                part = "whole" if span.numel == member.parameter.numel() else f"elements {span.start:,} to {span.stop:,} of {member.parameter.numel():,}"
+                part = (
+                    "whole"
+                    if span.numel == member.parameter.numel()
+                    else f"elements {span.start:,} to {span.stop:,} of {member.parameter.numel():,}"
+                )
                 lines.append(f"    owns {member.name} {tuple(member.shape)}: {part}")
     return "\n".join(lines)
 

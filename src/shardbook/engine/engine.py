@@ -8,7 +8,7 @@ full, sends the new values around. This file decides when; `unit` and `flat` kno
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,9 @@ class Engine:
         """
         self._check_micro_batch()
         if loss is not None and loss.numel() != 1:
-            raise UsageError(f"engine.backward: loss has shape {tuple(loss.shape)}; a scalar is needed: a sum over what weight= counts, or a mean")
+            raise UsageError(
+                f"engine.backward: loss has shape {tuple(loss.shape)}; a scalar is needed: a sum over what weight= counts, or a mean"
+            )
         self._given = (loss, weight, last)
         try:
             if loss is None:
@@ -166,9 +168,13 @@ class Engine:
             RankError: another rank makes it impossible to go on.
         """
         if self._pieces is None:
-            raise UsageError("engine.step: this engine was built without an optimizer and trains nothing; build it with one, or only evaluate")
+            raise UsageError(
+                "engine.step: this engine was built without an optimizer and trains nothing; build it with one, or only evaluate"
+            )
         if not self._tally.num_micro_batches:
-            raise UsageError("engine.step: no micro-batch since the last step; call engine.backward(loss) first (engine.backward(None) for a rank without data)")
+            raise UsageError(
+                "engine.step: no micro-batch since the last step; call engine.backward(loss) first (engine.backward(None) for a rank without data)"
+            )
         self._journal.phase = self._watch.activity = "step"
         try:
             with torch.no_grad():
@@ -185,7 +191,7 @@ class Engine:
         return report
 
     @contextmanager
-    def gathered(self, *modules: nn.Module, write_back: bool = False) -> Iterator[None]:
+    def gathered(self, *modules: nn.Module, write_back: bool = False) -> Generator[None]:
         """Full parameters of everything below the modules (none given: the model), for reading, or for changing.
 
         Where parameters are sharded all ranks must enter it. With ``write_back`` they must at every stage: rank 0's values are taken over.
@@ -212,7 +218,7 @@ class Engine:
                         unit.release()
 
     @contextmanager
-    def grads(self) -> Iterator[Mapping[str, Tensor]]:
+    def grads(self) -> Generator[Mapping[str, Tensor]]:
         """Between backward and step: this rank's pieces of the reduced gradients by name, for reading or changing in place.
 
         They are sums over ranks and micro-batches, not yet divided by the weight (nor by the loss scale). Reduces what is left, so
@@ -230,7 +236,9 @@ class Engine:
             with torch.no_grad():
                 was_here = unit.presence is Presence.HERE
                 unit.wait()
-                found = [(member.name, member.parameter.detach().clone()) for _, _, member in unit.members] if self._transport.rank == 0 else []
+                found = (
+                    [(member.name, member.parameter.detach().clone()) for _, _, member in unit.members] if self._transport.rank == 0 else []
+                )
                 if not was_here:
                     unit.release()
             yield from found
@@ -258,11 +266,17 @@ class Engine:
 
     def save(self, path: Path, *, extra: Mapping[str, Any] | None = None, schedulers: Sequence[Any] = ()) -> Path:
         """Not in this version."""
-        raise NotImplementedError("engine.save: checkpoints are not in this version; engine.state_dict() gives the full parameters on rank 0")
+        raise NotImplementedError(
+            "engine.save: checkpoints are not in this version; engine.state_dict() gives the full parameters on rank 0"
+        )
 
-    def load(self, path: Path, *, schedulers: Sequence[Any] = (), allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = ()) -> Mapping[str, Any]:
+    def load(
+        self, path: Path, *, schedulers: Sequence[Any] = (), allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = ()
+    ) -> Mapping[str, Any]:
         """Not in this version."""
-        raise NotImplementedError("engine.load: checkpoints are not in this version; write values inside engine.gathered(model, write_back=True)")
+        raise NotImplementedError(
+            "engine.load: checkpoints are not in this version; write values inside engine.gathered(model, write_back=True)"
+        )
 
     def close(self) -> None:
         """Give back the process group and the watchdog, and take the hooks off the model, whose parameters stay as they are."""
@@ -304,7 +318,9 @@ class Engine:
             reachable = hooks.on_gradient_of(stashed, lambda: self._enter_backward(unit)) or reachable
         with torch.no_grad():
             # a graph that no hook can see may still need the parameters: they stay until backward or the next forward
-            if not unit.in_backward and (reachable or recomputes or not torch.is_grad_enabled() or output is None or not unit.is_trainable or unit.index):
+            if not unit.in_backward and (
+                reachable or recomputes or not torch.is_grad_enabled() or output is None or not unit.is_trainable or unit.index
+            ):
                 unit.release()
             if unit.index == 0 and not recomputes:
                 self._end_forward()
@@ -348,7 +364,9 @@ class Engine:
         if self._given is None:
             self._check_micro_batch()
             if self._loss_scale.value != 1.0:
-                raise UsageError("loss.backward() was called on an fp16 loss without its scale; call engine.backward(loss), which scales it")
+                raise UsageError(
+                    "loss.backward() was called on an fp16 loss without its scale; call engine.backward(loss), which scales it"
+                )
         self._in_backward = True
         self._journal.phase = self._watch.activity = "backward"
         self._backward_order.begin()
@@ -364,7 +382,7 @@ class Engine:
             self._backward_order.enter(unit.index)
             self._watch.activity = f"backward of {unit.name!r}"
             for other in self._units:
-                if other.in_backward and other is not unit and other.index not in unit.ancestors:
+                if other.in_backward and not other.is_related_to(unit):
                     other.release()
             unit.wait()
             unit.in_backward = True
@@ -464,11 +482,15 @@ class Engine:
 
     def _check_micro_batch(self) -> None:
         if self._pieces is None:
-            raise UsageError("this engine was built without an optimizer and trains nothing: evaluate under torch.no_grad(), or build it with an optimizer")
+            raise UsageError(
+                "this engine was built without an optimizer and trains nothing: evaluate under torch.no_grad(), or build it with an optimizer"
+            )
         if self._is_reduced and self._residency.full_gradients:
             raise UsageError("engine.backward: the last micro-batch of this step has been reduced already; call engine.step()")
         if self._tally.num_micro_batches >= self.config.accumulate:
-            raise UsageError(f"engine.backward: this would be micro-batch {self._tally.num_micro_batches + 1} of a step with accumulate={self.config.accumulate}; call engine.step() first, or raise ZeroConfig.accumulate")
+            raise UsageError(
+                f"engine.backward: this would be micro-batch {self._tally.num_micro_batches + 1} of a step with accumulate={self.config.accumulate}; call engine.step() first, or raise ZeroConfig.accumulate"
+            )
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         precision = self.config.precision
@@ -511,7 +533,9 @@ class Engine:
             return assumed(self._tally, has_gradient, self._transport.num_ranks, len(digests))
         totals = add_up(gathered.tolist(), len(self._names), len(digests))
         if totals.mismatch:
-            raise DivergenceError("ranks took part in different operations in one collective (their headers differ); all ranks must enter the same units in each step")
+            raise DivergenceError(
+                "ranks took part in different operations in one collective (their headers differ); all ranks must enter the same units in each step"
+            )
         return totals
 
     def _sum_squares(self) -> tuple[list[int], Tensor]:
@@ -549,7 +573,11 @@ class Engine:
 
     def _step_pieces(self, scale: float, has_gradient: Sequence[bool]) -> None:
         assert self._pieces is not None
-        temporary = [flat.scaled_gradients(scale, [has_gradient[member.number] for member in flat.members]) for flat in self._flats if flat.layout.numel]
+        temporary = [
+            flat.scaled_gradients(scale, [has_gradient[member.number] for member in flat.members])
+            for flat in self._flats
+            if flat.layout.numel
+        ]
         self._pieces.step()
         for buffer in temporary:
             if buffer is not None:
@@ -599,7 +627,9 @@ def _inside_backward() -> bool:
 def _group_of(mesh: DeviceMesh | None) -> Any:
     if mesh is not None:
         if mesh.ndim != 1:
-            raise ConfigError(f"mesh: it has {mesh.ndim} axes {mesh.mesh_dim_names or ''}; one axis of data-parallel ranks is supported: pass mesh['axis']")
+            raise ConfigError(
+                f"mesh: it has {mesh.ndim} axes {mesh.mesh_dim_names or ''}; one axis of data-parallel ranks is supported: pass mesh['axis']"
+            )
         return mesh.get_group()
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 

@@ -54,7 +54,9 @@ class Flat:
         has_shard = not residency.full_parameters and (types.master is None or keep_shard)
         stays = residency.full_parameters
         self.full = self._buffer(Account.PARAM if stays else Account.GATHERED, types.param)
-        self._views = [self.full.view(slot.offset, member.shape, member.stride) for slot, member in zip(self.layout.slots, members, strict=True)]
+        self._views = [
+            self.full.view(slot.offset, member.shape, member.stride) for slot, member in zip(self.layout.slots, members, strict=True)
+        ]
         self.shard = self._buffer(Account.PARAM, types.param, sharded=True) if has_shard else None
         self.master = self._buffer(Account.MASTER, types.master, sharded=not residency.full_optimizer) if types.master else None
         self.pieces: tuple[Piece, ...] = self._make_pieces() if trainable else ()
@@ -216,7 +218,9 @@ class Flat:
             spans = self.layout.spans(self._transport.rank)
             target = self.master or self.shard or self.full
             shift = self._first if target is self.full else 0
-        return tuple(Piece(self.members[span.slot], span, nn.Parameter(target.view(shift + span.offset, (span.numel,), (1,)))) for span in spans)
+        return tuple(
+            Piece(self.members[span.slot], span, nn.Parameter(target.view(shift + span.offset, (span.numel,), (1,)))) for span in spans
+        )
 
     def _prepare_gradients(self, adds_locally: bool) -> None:
         """Make the buffers of gradients, without memory.

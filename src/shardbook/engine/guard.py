@@ -28,7 +28,7 @@ def _metadata_functions() -> frozenset[Any]:
                   "name", "is_ort", "is_hpu", "volatile", "_base", "_python_dispatch")  # fmt: skip
     found: set[Any] = set()
     for name in properties:
-        descriptor = getattr(torch.Tensor, name, None)
+        descriptor: Any = getattr(torch.Tensor, name, None)
         if hasattr(descriptor, "__get__"):
             found.update((descriptor.__get__, getattr(descriptor, "__set__", None), getattr(descriptor, "__delete__", None)))
     methods = ("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex",
@@ -144,7 +144,7 @@ class Guard:
 
 
 def _set_versions(parameters: tuple[nn.Parameter, ...], versions: tuple[int, ...]) -> None:
-    torch._C._autograd._unsafe_set_version_counter(parameters, versions)
+    torch._C._autograd._unsafe_set_version_counter(parameters, versions)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_guarded(parameter: nn.Parameter) -> bool:

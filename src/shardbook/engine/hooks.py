@@ -76,11 +76,15 @@ def is_taken(module: nn.Module) -> bool:
 
 def on_gradient_of(output: Any, callback: Callable[[], None]) -> bool:
     """Call back when backward reaches one of the tensors in ``output``; returns whether there is any that it can reach."""
+
+    def arrived(_: Tensor) -> None:  # returns None: the gradient is left as it is
+        callback()
+
     reachable = False
     for tensor in tensors_in(output):
         if tensor.requires_grad and tensor.grad_fn is not None:
             reachable = True
-            tensor.register_hook(lambda _: callback())  # returns None: the gradient is left as it is
+            tensor.register_hook(arrived)
     return reachable
 
 

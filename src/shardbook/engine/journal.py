@@ -4,7 +4,7 @@ With no observer an event costs one test of an empty list. The table of live byt
 account and unit), so that an observer that comes late starts from the truth.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Literal, cast
@@ -44,7 +44,7 @@ class Journal:
             self._emit(Mark(name=cast(Literal["forward"], name), unit=unit, edge=edge, seconds=perf_counter()))
 
     @contextmanager
-    def observed(self, observer: Observer) -> Iterator[None]:
+    def observed(self, observer: Observer) -> Generator[None]:
         """Send every event to ``observer``, first a booking for each account that already holds something."""
         for (account, tier, unit), (nbytes, padding) in list(self._live.items()):
             if nbytes:

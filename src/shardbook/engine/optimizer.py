@@ -59,7 +59,9 @@ class PieceOptimizer:
 
     def _refuse_direct_step(self, *_: Any) -> None:
         if not self._stepping:
-            raise UsageError("this optimizer belongs to an engine: call engine.step() instead of optimizer.step(); it reduces, scales, clips and then steps")
+            raise UsageError(
+                "this optimizer belongs to an engine: call engine.step() instead of optimizer.step(); it reduces, scales, clips and then steps"
+            )
 
     def _book(self) -> None:
         """Adopt optimizer state that has appeared since the last step."""
@@ -114,10 +116,14 @@ def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
     for number, group in enumerate(optimizer.param_groups):
         try:
             whole = _stepped(optimizer, group, [start], [[gradient] for gradient in gradients])[0]
-            parts = _stepped(optimizer, group, list(start.view(-1).split(256)), [list(gradient.view(-1).split(256)) for gradient in gradients])
+            parts = _stepped(
+                optimizer, group, list(start.view(-1).split(256)), [list(gradient.view(-1).split(256)) for gradient in gradients]
+            )
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
-            raise ConfigError(f"optimizer: {name} can't step on parts of a parameter ({reason}); use an element-wise optimizer such as torch.optim.AdamW") from error
+            raise ConfigError(
+                f"optimizer: {name} can't step on parts of a parameter ({reason}); use an element-wise optimizer such as torch.optim.AdamW"
+            ) from error
         if not torch.equal(whole.view(-1), torch.cat(parts)):
             raise ConfigError(
                 f"optimizer: {name} (group {number}) is not element-wise: a parameter stepped in two parts comes out different from the same parameter stepped whole, "
@@ -125,7 +131,9 @@ def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
             )
 
 
-def _stepped(optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _stepped(
+    optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
     """Step copies of ``values`` with a twin of the optimizer that has the group's settings, no state and no hooks."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
@@ -142,12 +150,17 @@ def _stepped(optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Te
 
 
 def _cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
-    """The part of a parameter's optimizer state that belongs to a piece; what is not one value per element is kept as it is."""
+    """The part of a parameter's optimizer state that belongs to a piece.
+
+    What has one value per element is cut, and takes the piece's type as ``load_state_dict`` would give it; the rest is kept as it is.
+    """
     cut: dict[str, Any] = {}
+    dtype = piece.parameter.dtype
     for key, value in state.items():
-        if isinstance(value, Tensor) and tuple(value.shape) == piece.member.shape and (value.numel() > 1 or value.dim() > 0 or key != "step"):
+        if key != "step" and isinstance(value, Tensor) and tuple(value.shape) == piece.member.shape:
             dense = torch.empty_strided(piece.member.shape, piece.member.stride, dtype=value.dtype, device=value.device).copy_(value)
-            cut[key] = dense.as_strided((piece.member.parameter.numel(),), (1,))[piece.span.start : piece.span.stop].clone()
+            part = dense.as_strided((value.numel(),), (1,))[piece.span.start : piece.span.stop]
+            cut[key] = part.to(device=piece.parameter.device, dtype=dtype if value.is_floating_point() else None, copy=True)
         else:
             cut[key] = value.clone() if isinstance(value, Tensor) else value
     return cut

@@ -53,16 +53,22 @@ def _chosen(modules: dict[str, nn.Module], wanted: Sequence[str | type[nn.Module
     chosen: set[str] = set()
     for entry in wanted:
         if isinstance(entry, str):
-            matches = {name for name, module in modules.items() if name and (fnmatchcase(name, entry) or type(_inner(module)).__name__ == entry)}
+            matches = {
+                name for name, module in modules.items() if name and (fnmatchcase(name, entry) or type(_inner(module)).__name__ == entry)
+            }
         else:
             matches = {name for name, module in modules.items() if name and isinstance(_inner(module), entry)}
         # a compiled module and what it wraps are one unit: the wrapper, whose hooks run outside of the compiled code
-        matches = {name for name in matches if not (name.endswith("_orig_mod") and name.rpartition(".")[0] in modules and name.rpartition(".")[0])}
+        matches = {
+            name for name in matches if not (name.endswith("_orig_mod") and name.rpartition(".")[0] in modules and name.rpartition(".")[0])
+        }
         if not matches:
             shown = entry if isinstance(entry, str) else entry.__name__
             known = sorted({type(module).__name__ for name, module in modules.items() if name} | {name for name in modules if name})
             near = get_close_matches(shown, known, n=3) or known[:5]
-            raise ConfigError(f"ZeroConfig.units: {shown!r} matches no module of the model; nearest: {', '.join(near)}. Give a class, a class name or a module name (patterns allowed), or None to find the blocks")
+            raise ConfigError(
+                f"ZeroConfig.units: {shown!r} matches no module of the model; nearest: {', '.join(near)}. Give a class, a class name or a module name (patterns allowed), or None to find the blocks"
+            )
         chosen |= matches
     return chosen
 
@@ -74,7 +80,11 @@ def _found(model: nn.Module, modules: dict[str, nn.Module]) -> set[str]:
         if not any(name.startswith(block + ".") for block in blocks):
             blocks |= {f"{name}.{child}" if name else child for child in _repeated(module)}
     total = sum(parameter.numel() for parameter in model.parameters())
-    outside = {name: module for name, module in modules.items() if name and not any(name == block or name.startswith(block + ".") for block in blocks)}
+    outside = {
+        name: module
+        for name, module in modules.items()
+        if name and not any(name == block or name.startswith(block + ".") for block in blocks)
+    }
     embeddings = {name: module for name, module in outside.items() if isinstance(module, nn.Embedding)}
     vocabularies = {module.num_embeddings for module in embeddings.values()}
     heads = {name: module for name, module in outside.items() if isinstance(module, nn.Linear) and module.out_features in vocabularies}
@@ -85,7 +95,11 @@ def _repeated(module: nn.Module) -> list[str]:
     """Children of a container that share their class with a sibling, have children of their own, and hold parameters."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return []
-    composite = {name: child for name, child in module.named_children() if any(True for _ in _inner(child).children()) and any(True for _ in child.parameters())}
+    composite = {
+        name: child
+        for name, child in module.named_children()
+        if any(True for _ in _inner(child).children()) and any(True for _ in child.parameters())
+    }
     counts = Counter(type(_inner(child)) for child in composite.values())
     return [name for name, child in composite.items() if counts[type(_inner(child))] > 1]
 

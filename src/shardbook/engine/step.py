@@ -63,15 +63,24 @@ class Totals:
         return math.isfinite(self.raw_norm) and (self.loss is None or math.isfinite(self.loss))
 
 
-def pack(tally: Tally, squares: Tensor, mismatch: Tensor | None, numbers: Sequence[int], digests: Sequence[int], has_gradient: Sequence[bool]) -> Tensor:
+def pack(
+    tally: Tally, squares: Tensor, mismatch: Tensor | None, numbers: Sequence[int], digests: Sequence[int], has_gradient: Sequence[bool]
+) -> Tensor:
     """This rank's vector. ``squares``: float64, one per own piece, of the parameters with these ``numbers``."""
     device = squares.device
-    words = [float(sum(1 << bit for bit, flag in enumerate(has_gradient[begin : begin + _BITS]) if flag)) for begin in range(0, len(has_gradient), _BITS)]
+    words = [
+        float(sum(1 << bit for bit, flag in enumerate(has_gradient[begin : begin + _BITS]) if flag))
+        for begin in range(0, len(has_gradient), _BITS)
+    ]
     counts = (tally.num_micro_batches, tally.num_weighted, tally.num_unweighted, tally.num_unknown)
     host = [*map(float, counts), *map(float, digests), *words]
 
     def scalar(value: float | Tensor) -> Tensor:
-        return value.reshape(()).to(device=device, dtype=torch.float64) if isinstance(value, Tensor) else torch.full((), float(value), dtype=torch.float64, device=device)
+        return (
+            value.reshape(()).to(device=device, dtype=torch.float64)
+            if isinstance(value, Tensor)
+            else torch.full((), float(value), dtype=torch.float64, device=device)
+        )
 
     if numbers:
         order = torch.tensor(numbers, dtype=torch.float64, device=device)
@@ -92,7 +101,9 @@ def add_up(rows: Sequence[Sequence[float]], num_parameters: int, num_digests: in
     micro_batches = [int(row[5]) for row in rows]
     if len(set(micro_batches)) > 1:
         each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(micro_batches))
-        raise DivergenceError(f"the ranks did different numbers of micro-batches in this step ({each}); call engine.backward(None) for an empty one")
+        raise DivergenceError(
+            f"the ranks did different numbers of micro-batches in this step ({each}); call engine.backward(None) for an empty one"
+        )
     weighted, unweighted, unknown = (sum(int(row[index]) for row in rows) for index in (6, 7, 8))
     weight = loss = squares = 0.0
     for row in rows:  # one rank after the other, as the promise says (sum() may do otherwise)
@@ -154,7 +165,9 @@ def _checked_weight(weight: float, weighted: int, unweighted: int) -> float:
             f"give weight= to all of them or to none"
         )
     if not math.isfinite(weight) or weight <= 0:
-        raise UsageError(f"engine.step: the total weight of this step is {weight}; it must be positive, as the objective is the sum of losses over the sum of weights. The step was not applied")
+        raise UsageError(
+            f"engine.step: the total weight of this step is {weight}; it must be positive, as the objective is the sum of losses over the sum of weights. The step was not applied"
+        )
     return weight
 
 

@@ -20,7 +20,9 @@ class Buffer:
 
     __slots__ = ("_journal", "_padding", "_tier", "account", "present", "tensor", "unit")
 
-    def __init__(self, journal: Journal, account: Account, unit: str, numel: int, dtype: torch.dtype, device: torch.device, padding: int) -> None:
+    def __init__(
+        self, journal: Journal, account: Account, unit: str, numel: int, dtype: torch.dtype, device: torch.device, padding: int
+    ) -> None:
         self._journal = journal
         self._tier = Tier.DEVICE
         self._padding = padding * dtype.itemsize

@@ -66,6 +66,10 @@ class Unit:
     def is_frozen_in_part(self) -> bool:
         return len(self._trainable) < len(self.flats)
 
+    def is_related_to(self, other: "Unit") -> bool:
+        """Whether one lies inside the other, or they are the same."""
+        return self is other or self.index in other.ancestors or other.index in self.ancestors
+
     @property
     def members(self) -> list[tuple[Flat, int, Member]]:
         return [(flat, index, member) for flat in self.flats for index, member in enumerate(flat.members)]

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -61,7 +62,7 @@ class Watch:
         self._progress = 0
         self._verdict: RankError | None = None
         self._stopped = threading.Event()
-        self._pairs: Any = None
+        self._pairs: Any = None  # a process group of gloo
         self._bait = torch.empty(1)
         self._published = False
         self._suspicion: _Cycle | None = None
@@ -206,10 +207,8 @@ class Watch:
     def _announce(self, verdict: RankError) -> None:
         if self._store is None:
             return
-        try:
+        with suppress(RuntimeError):
             self._store.compare_set(f"{self._prefix}/failure", "", json.dumps([type(verdict).__name__, str(verdict)]))
-        except RuntimeError:
-            pass
 
     def _report(self, label: Label, lasted: float) -> None:
         if self._reported == label:
@@ -221,20 +220,16 @@ class Watch:
 
     def _free(self) -> None:
         """Close the pairs so that the main thread's wait returns."""
-        for peer in range(self.num_ranks) if self._pairs is not None else ():
-            if peer != self.rank:
-                try:
+        for peer in range(self.num_ranks):
+            if peer != self.rank and self._pairs is not None:
+                with suppress(RuntimeError, ValueError):  # that is the point: the timeout closes the pair
                     self._pairs.recv([self._bait], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
-                except (RuntimeError, ValueError):
-                    pass  # that is the point: the timeout closes the pair
 
     def _publish(self, record: Mapping[str, Any]) -> None:
         if self._store is None:
             return
-        try:
+        with suppress(RuntimeError):
             self._store.set(f"{self._prefix}/{self.rank}", json.dumps(record))
-        except RuntimeError:
-            pass
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         if self._store is None:

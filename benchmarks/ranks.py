@@ -1,0 +1,80 @@
+"""Starts ranks on this machine, lets each call one function, and returns what they returned.
+
+The caller holds the store, on a port that the system chose, so nothing can collide. A rank is a fresh process with one intra-op
+thread. Any rank that fails ends all of them, and its traceback is what is raised.
+"""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = timedelta(minutes=5)
+
+
+class RankFailedError(RuntimeError):
+    """A rank raised; the message holds its traceback."""
+
+
+def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
+    """``function(*arguments)`` on every rank of a process group, by rank."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    processes = [
+        context.Process(target=_work, args=(rank, num_ranks, store.port, backend, send, function, arguments), daemon=True)
+        for rank, (_, send) in enumerate(ends)
+    ]
+    for process in processes:
+        process.start()
+    for _, send in ends:
+        send.close()
+    try:
+        return _collect([receive for receive, _ in ends])
+    finally:
+        for process in processes:
+            process.join(timeout=20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
+            try:
+                failed, value = pipe.recv()
+            except EOFError:
+                raise RankFailedError(f"rank {rank} died") from None
+            if failed:
+                raise RankFailedError(f"rank {rank}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _work(rank: int, num_ranks: int, port: int, backend: str, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """A rank's life."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+        dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=store, timeout=TIMEOUT)
+        answer = (False, function(*arguments))
+        dist.barrier()
+    except BaseException:
+        answer = (True, traceback.format_exc())
+    pipe.send(answer)
+    pipe.close()
+    os._exit(int(answer[0]))  # no engine's threads or groups are waited for: the answer is out

@@ -31,9 +31,13 @@ FIELDS: dict[str, list[Any]] = {
 
 
 def allowed(row: dict[str, Any]) -> bool:
-    """A ragged end needs several micro-batches, an empty one several ranks; gradients that wait in 16 bits allow no accumulation."""
+    """A ragged end needs several micro-batches, an empty one several ranks; gradients that wait in 16 bits allow no accumulation.
+
+    Torch's fused AdamW walks a parameter's memory as if it had no gaps, so the plain loop itself is wrong there.
+    """
     return not (
-        (row.get("ragged") and row.get("accumulate") == 1)
+        (row.get("entry") == "gaps" and row.get("optimizer") == "adamw_fused")
+        or (row.get("ragged") and row.get("accumulate") == 1)
         or (row.get("empty") and row.get("num_ranks") == 1)
         or (row.get("accumulate") == 3 and row.get("precision") in ("pure-bf16", "2+2+4+8"))
         or (row.get("ragged") and row.get("precision") in ("pure-bf16", "2+2+4+8"))
@@ -104,6 +108,7 @@ def test_whole_product(entry: str, num_ranks: int) -> None:
         for precision in ("fp32", "bf16"):
             for ahead, accumulate in ((0, 3), (1, 1), (2, 3)):
                 turn = zlib.crc32(f"{entry}/{num_ranks}/{stage}/{precision}/{ahead}".encode())
+                optimizer = optimizers[(turn >> 3) % len(optimizers)]
                 cases.append(
                     Case(
                         entry=entry,
@@ -112,7 +117,7 @@ def test_whole_product(entry: str, num_ranks: int) -> None:
                         precision=precision,
                         accumulate=accumulate,
                         ahead=ahead,
-                        optimizer=optimizers[(turn >> 3) % len(optimizers)],
+                        optimizer="adamw_plain" if entry == "gaps" else optimizer,
                         clip=bool(turn & 1),
                         weighted=bool(turn & 2),
                         ragged=bool(turn & 4) and accumulate > 1,

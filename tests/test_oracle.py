@@ -17,11 +17,6 @@ UNIT = 2.0**-24  # relative rounding error of fp32
 STEPSIZE = 1.0
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named], lr=STEPSIZE)
 

@@ -14,11 +14,6 @@ convolutions loss_outside""".split()
 NAMES = sorted(ZOO)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def missing_gradients(name: str, ranks: int, steps: int) -> list[set[str]]:
     """For each micro-batch, the trainable parameters that it gives no gradient."""
     model = built(ZOO[name], 0)

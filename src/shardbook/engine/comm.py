@@ -55,6 +55,10 @@ class Transport(Protocol):
         """The own shard of ``full`` is filled; when complete, all of it is."""
         ...
 
+    def serve(self, own: Tensor, full: Tensor, channel: Channel) -> Pending:
+        """Take part in a gather with the shard ``own``; what arrives is put in ``full``, which several calls may share."""
+        ...
+
     def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
         """Send every rank its shard of ``full``; the parts for the own shard arrive in ``receive``."""
         ...
@@ -94,6 +98,9 @@ class Alone:
     ordered = True
 
     def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
+        return _Done()
+
+    def serve(self, own: Tensor, full: Tensor, channel: Channel) -> Pending:
         return _Done()
 
     def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
@@ -148,6 +155,9 @@ class PointToPoint:
         shards = full.view(self.num_ranks, -1).unbind()
         own = shards[self.rank]
         return self._start(kind, channel, [own] * self.num_ranks, list(shards))
+
+    def serve(self, own: Tensor, full: Tensor, channel: Channel) -> Pending:
+        return self._start("gather", channel, [own] * self.num_ranks, list(full.view(self.num_ranks, -1).unbind()))
 
     def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
         return self._start("reduce", channel, list(full.view(self.num_ranks, -1).unbind()), self.parts(full, receive))
@@ -233,31 +243,37 @@ class Collectives:
     with its own and the result travels with the step's exchange, so a mix-up is found before anything is applied.
     """
 
-    def __init__(self, group: Any, watch: Watch, journal: Journal, *, ordered: bool, headers: bool = True) -> None:
+    def __init__(self, group: Any, reducing: Any, watch: Watch, journal: Journal, *, ordered: bool, headers: bool = True) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.ordered = ordered
         self.header_numel = 64 if headers else 0
-        self._group, self._watch, self._journal = group, watch, journal
+        # reductions have a communicator of their own: a rank that lacks a gradient reduces later, between other gathers
+        self._group, self._reducing, self._watch, self._journal = group, reducing, watch, journal
         self.mismatch: Tensor | None = None
 
     def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
+        return self._gather(full.view(self.num_ranks, -1)[self.rank], full, channel, kind)
+
+    def serve(self, own: Tensor, full: Tensor, channel: Channel) -> Pending:
+        return self._gather(own, full, channel, "gather")
+
+    def _gather(self, own: Tensor, full: Tensor, channel: Channel, kind: Kind) -> Pending:
         label = self._watch.post(kind, channel.number, channel.name)
-        own = full.view(self.num_ranks, -1)[self.rank]
-        self._write_header(full, label)
+        self._write_header(own, label)
         work = _all_gather(full, own, group=self._group, async_op=True)
         self._journal.traffic(kind, channel.name, label.sequence, own.numel() * own.element_size() * (self.num_ranks - 1))
-        return _Work(self._watch, label, work, lambda: self._check_header(full, label))
+        return _Work(self._watch, label, work, lambda: self._check_headers(full, label))
 
     def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
         label = self._watch.post("reduce", channel.number, channel.name)
         if self.ordered:
-            self._write_header(full, label)
-            work = dist.all_to_all_single(receive, full, group=self._group, async_op=True)
+            self._write_header(full.view(self.num_ranks, -1)[-1], label)
+            work = dist.all_to_all_single(receive, full, group=self._reducing, async_op=True)
         else:
-            work = _reduce_scatter(receive, full, group=self._group, async_op=True)
+            work = _reduce_scatter(receive, full, group=self._reducing, async_op=True)
         shard_nbytes = full.numel() // self.num_ranks * full.element_size()
         self._journal.traffic("reduce", channel.name, label.sequence, shard_nbytes * (self.num_ranks - 1))
-        return _Work(self._watch, label, work, None)
+        return _Work(self._watch, label, work, lambda: self._check_headers(receive, label))
 
     def parts(self, full: Tensor, receive: Tensor) -> list[Tensor]:
         return list(receive.view(self.num_ranks, -1).unbind()) if self.ordered else [receive]
@@ -282,15 +298,20 @@ class Collectives:
     def close(self) -> None:
         pass  # the group is the caller's
 
-    def _write_header(self, full: Tensor, label: Label) -> None:
-        if self.header_numel and self.rank == self.num_ranks - 1:
-            full[-self.header_numel :].view(torch.uint8)[:8].view(torch.int64).fill_(_tag(label))
+    def _write_header(self, shard: Tensor, label: Label) -> None:
+        """Into the last shard, whose end is padding; the others end in the middle of parameters."""
+        if self.header_numel and (label.kind == "reduce" or self.rank == self.num_ranks - 1):
+            shard[-self.header_numel :].view(torch.uint8)[:8].view(torch.int64).fill_(_tag(label))
 
-    def _check_header(self, full: Tensor, label: Label) -> None:
-        if self.header_numel:
-            found = full[-self.header_numel :].view(torch.uint8)[:8].view(torch.int64)
-            wrong = (found != _tag(label)).any()
-            self.mismatch = wrong if self.mismatch is None else self.mismatch | wrong
+    def _check_headers(self, shards: Tensor, label: Label) -> None:
+        """Compare the labels in shards that end in padding with this rank's own, on the device."""
+        is_last = self.rank == self.num_ranks - 1
+        if not self.header_numel or (label.kind == "reduce" and not (is_last and self.ordered)):
+            return
+        rows = shards.view(self.num_ranks, -1) if label.kind == "reduce" else shards.view(self.num_ranks, -1)[-1:]
+        found = rows[:, -self.header_numel :].contiguous().view(torch.uint8).view(len(rows), -1)[:, :8].contiguous().view(torch.int64)
+        wrong = (found != _tag(label)).any()
+        self.mismatch = wrong if self.mismatch is None else self.mismatch | wrong
 
 
 def connect(group: Any, watch: Watch, journal: Journal, reduction: Literal["auto", "ordered", "native"]) -> Transport:
@@ -307,7 +328,9 @@ def connect(group: Any, watch: Watch, journal: Journal, reduction: Literal["auto
         ranks = dist.get_process_group_ranks(group)
         own = dist.new_group(ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=len(ranks) < dist.get_world_size())
         return PointToPoint(own, dist.get_rank(group), num_ranks, watch, journal)
-    return Collectives(group, watch, journal, ordered=ordered, headers=backend != "fake")
+    ranks = dist.get_process_group_ranks(group)
+    reducing = group if backend == "fake" else dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
+    return Collectives(group, reducing, watch, journal, ordered=ordered, headers=backend != "fake")
 
 
 def _tag(label: Label) -> int:

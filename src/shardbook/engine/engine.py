@@ -3,11 +3,9 @@
 A step, in the order things happen to one parameter: its unit is gathered when forward enters it and released when forward leaves
 it; gathered again when backward reaches it; its gradient lands in the unit's flat buffer; the complete unit is sent to the owners
 of its shards and added in rank order; ``step`` exchanges one vector, scales, clips, steps on pieces and, where parameters stay
-full, sends the new values around. This file decides when; `unit` and `flat` know how, `schedule` in which order.
+full, sends the new values around. This file is the surface; `passes` and `step` decide when, `unit` and `flat` know how.
 """
 
-import logging
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,25 +16,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardbook.accounts import Account
 from shardbook.config import ZeroConfig
-from shardbook.engine import describe, hooks, numerics
+from shardbook.engine import describe, hooks
 from shardbook.engine.build import build_units, check_model, choose_device
-from shardbook.engine.comm import Collectives, Transport, connect
+from shardbook.engine.comm import Transport, connect
 from shardbook.engine.journal import Journal
 from shardbook.engine.optimizer import PieceOptimizer, check_elementwise, check_groups
-from shardbook.engine.policy import DTYPES
+from shardbook.engine.passes import Passes
 from shardbook.engine.report import StepReport
 from shardbook.engine.residency import residency_of
-from shardbook.engine.schedule import GatherOrder, ReduceOrder
-from shardbook.engine.step import LossScale, Tally, Totals, add_up, assumed, pack, scale_of
-from shardbook.engine.storage import Storage, is_memory_known
+from shardbook.engine.step import Stepper
+from shardbook.engine.storage import Storage
 from shardbook.engine.unit import Presence, Unit
 from shardbook.engine.watch import Watch
-from shardbook.errors import ConfigError, DivergenceError, UsageError
+from shardbook.errors import ConfigError, UsageError
 from shardbook.events import Observer
-
-_log = logging.getLogger("shardbook")
 
 
 class Engine:
@@ -70,7 +64,6 @@ class Engine:
         self._scheduler = scheduler
         self._residency = residency_of(config.stage)
         named = check_model(model)
-        self._names = tuple(named)
         group = _group_of(mesh)
         self._device = choose_device(named, device, group)
         if optimizer is not None:
@@ -86,18 +79,15 @@ class Engine:
         flats = [flat for unit in self._units for flat in unit.flats]
         self._pieces = PieceOptimizer(optimizer, flats, self._journal) if optimizer is not None else None
         self._flats = [flat for flat in flats if flat.trainable]
-        self._handles = hooks.install(self._units, self)
-        self._forward_order, self._backward_order = GatherOrder(), GatherOrder()
-        self._reduce_order = ReduceOrder([unit.index for unit in (*self._units[:0:-1], self._units[0]) if unit.is_trainable])
-        scale = config.effective_loss_scale
-        self._loss_scale = LossScale(2.0**16 if scale == "dynamic" else float(scale), dynamic=scale == "dynamic")
-        self._tally = Tally()
-        self._given: tuple[Tensor | None, Any, bool | None] | None = None
-        self._depth = 0
-        self._in_backward = False
-        self._is_reduced = False
-        self._reducing: Unit | None = None
-        self._stash = {unit.index: _own_modules(unit, self._units) for unit in self._units}
+        self._passes = Passes(
+            model, self._units, self._residency, config, self._storage, self._journal, self._watch, trains=optimizer is not None
+        )
+        self._stepper = None
+        if self._pieces is not None:
+            self._stepper = Stepper(
+                config, self._residency, tuple(named), self._units, self._pieces, self._passes, self._transport, self._storage
+            )
+        self._handles = hooks.install(self._units, self._passes)
         self._journal.phase = self._watch.activity = "idle"
 
     # ---- what a person calls --------------------------------------------------------------------------------------------
@@ -114,13 +104,13 @@ class Engine:
         root = self._units[0]
 
         def entering(*args: Any, **kwargs: Any) -> Any:
-            changed = self.enter_forward(root, args, kwargs)
+            changed = self._passes.enter_forward(root, args, kwargs)
             args, kwargs = changed or (args, kwargs)
             output = None
             try:
                 output = original(*args, **kwargs)
             finally:
-                self.leave_forward(root, self.model, output)
+                self._passes.leave_forward(root, output)
             return output
 
         setattr(self.model, method, entering)
@@ -138,27 +128,11 @@ class Engine:
             UsageError: too many micro-batches in a step; a loss that is no scalar.
             RankError: another rank makes it impossible to go on.
         """
-        self._check_micro_batch()
         if loss is not None and loss.numel() != 1:
             raise UsageError(
                 f"engine.backward: loss has shape {tuple(loss.shape)}; a scalar is needed: a sum over what weight= counts, or a mean"
             )
-        self._given = (loss, weight, last)
-        try:
-            if loss is None:
-                self._empty_micro_batch()
-            else:
-                scaled = loss if self._loss_scale.value == 1.0 else loss * self._loss_scale.value
-                scaled.backward()  # pyright: ignore[reportUnknownMemberType]
-                if self._given is not None:  # backward has touched nothing of the model
-                    self._begin_backward(queue=False)
-                    self._end_backward()
-        except BaseException as error:
-            self._watch.raised(error)
-            self._abandon_step()
-            raise
-        finally:
-            self._given = None
+        self._passes.backward(loss, weight, last)
 
     def step(self) -> StepReport:
         """Reduce what is left, scale, clip, step and clear gradients.
@@ -167,27 +141,28 @@ class Engine:
             UsageError: no micro-batch since the last step; no optimizer; weights that don't add up to a positive number.
             RankError: another rank makes it impossible to go on.
         """
-        if self._pieces is None:
+        if self._stepper is None:
             raise UsageError(
                 "engine.step: this engine was built without an optimizer and trains nothing; build it with one, or only evaluate"
             )
-        if not self._tally.num_micro_batches:
+        if not self._passes.tally.num_micro_batches:
             raise UsageError(
                 "engine.step: no micro-batch since the last step; call engine.backward(loss) first (engine.backward(None) for a rank without data)"
             )
         self._journal.phase = self._watch.activity = "step"
         try:
             with torch.no_grad():
-                self._finish_reductions()
-                totals = self._exchange()
-                report = self._apply(totals)
+                self._passes.finish()
+                report = self._stepper.step()
         except BaseException as error:
             self._watch.raised(error)
             raise
         finally:
-            self._clear_step()
-        if report.applied and self._scheduler is not None:
-            self._scheduler.step()
+            self._passes.clear()
+        if report.applied:
+            self.num_steps += 1
+            if self._scheduler is not None:
+                self._scheduler.step()
         return report
 
     @contextmanager
@@ -213,7 +188,7 @@ class Engine:
         finally:
             for unit in units:
                 unit.pins -= 1
-                if not self._in_backward and not self._depth:
+                if not unit.in_backward:
                     with torch.no_grad():
                         unit.release()
 
@@ -224,10 +199,10 @@ class Engine:
         They are sums over ranks and micro-batches, not yet divided by the weight (nor by the loss scale). Reduces what is left, so
         all ranks must enter it.
         """
-        if not self._tally.num_micro_batches:
+        if not self._passes.tally.num_micro_batches:
             raise UsageError("engine.grads: there are no gradients before engine.backward, and none after engine.step")
         with torch.no_grad():
-            self._finish_reductions()
+            self._passes.finish()
         yield {piece.member.name: flat.gradient_of(piece) for flat in self._flats for piece in flat.pieces}
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -288,340 +263,11 @@ class Engine:
         self._watch.stop()
         self._transport.close()
 
-    # ---- what the hooks call ----------------------------------------------------------------------------------------------
-
-    def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A forward needs the unit's parameters: gather them if they are not here, and look ahead."""
-        recomputes = _inside_backward()
-        changed = None
-        with torch.no_grad():
-            if unit.index == 0:
-                if not recomputes:
-                    self._begin_forward()
-                changed = self._cast_inputs(args, kwargs)
-            if not recomputes:
-                self._forward_order.enter(unit.index)
-                self._watch.activity = f"forward of {unit.name!r}"
-            unit.wait()
-            self._journal.mark("forward", unit.name, "begin")
-            if not recomputes:
-                self._look_ahead(self._forward_order)
-        return changed
-
-    def leave_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
-        """The unit's forward is over (or was ended early): release it, and be called when backward comes back to it."""
-        self._journal.mark("forward", unit.name, "end")
-        reachable = hooks.on_gradient_of(output, lambda: self._enter_backward(unit))
-        recomputes = _inside_backward()
-        if not self._residency.full_parameters and torch.is_grad_enabled():
-            stashed = list(hooks.stashed_tensors(self._stash[unit.index]))
-            reachable = hooks.on_gradient_of(stashed, lambda: self._enter_backward(unit)) or reachable
-        with torch.no_grad():
-            # a graph that no hook can see may still need the parameters: they stay until backward or the next forward
-            if not unit.in_backward and (
-                reachable or recomputes or not torch.is_grad_enabled() or output is None or not unit.is_trainable or unit.index
-            ):
-                unit.release()
-            if unit.index == 0 and not recomputes:
-                self._end_forward()
-
-    def land(self, unit: Unit, flat_index: int, index: int, parameter: nn.Parameter) -> None:
-        """Autograd has finished the gradient of one parameter."""
-        with torch.no_grad():
-            self._begin_backward()
-            gradient = parameter.grad
-            parameter.grad = None
-            assert gradient is not None
-            if unit.land(flat_index, index, gradient, adds_locally=self._adds_locally):
-                self._complete(unit)
-
-    # ---- forward and backward ---------------------------------------------------------------------------------------------
-
-    def _begin_forward(self) -> None:
-        if self._depth == 0:
-            if self._in_backward:  # the last backward ended by an exception that the engine did not see
-                self._abandon_step()
-            self._release_all()
-            self._journal.phase = "forward"
-            self._forward_order.begin()
-        self._depth += 1
-
-    def _end_forward(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            error = sys.exc_info()[1]
-            if error is not None:
-                self._watch.raised(error)
-            self._forward_order.end()
-            for unit in self._units[1:]:
-                if unit.presence is Presence.ARRIVING and not self._residency.full_parameters:
-                    unit.release()  # fetched ahead for an order that was not followed to its end
-            self._journal.phase = self._watch.activity = "idle"
-
-    def _begin_backward(self, *, queue: bool = True) -> None:
-        if self._in_backward:
-            return
-        if self._given is None:
-            self._check_micro_batch()
-            if self._loss_scale.value != 1.0:
-                raise UsageError(
-                    "loss.backward() was called on an fp16 loss without its scale; call engine.backward(loss), which scales it"
-                )
-        self._in_backward = True
-        self._journal.phase = self._watch.activity = "backward"
-        self._backward_order.begin()
-        if queue:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
-
-    def _enter_backward(self, unit: Unit) -> None:
-        """Backward has reached an output of the unit: whatever lies after it in the graph is done."""
-        with torch.no_grad():
-            self._begin_backward()
-            if unit.in_backward and unit.presence is Presence.HERE:
-                return
-            self._backward_order.enter(unit.index)
-            self._watch.activity = f"backward of {unit.name!r}"
-            for other in self._units:
-                if other.in_backward and not other.is_related_to(unit):
-                    other.release()
-            unit.wait()
-            unit.in_backward = True
-            self._look_ahead(self._backward_order)
-
-    def _complete(self, unit: Unit) -> None:
-        """All gradients of a unit have landed: nothing needs its trainable parameters any more in this backward."""
-        if not unit.is_frozen_in_part:
-            unit.release()
-        due = self._reduce_order.complete(unit.index)
-        if self._reduces_now:
-            for index in due:
-                self._launch(self._units[index])
-
-    def _launch(self, unit: Unit) -> None:
-        """Start one reduction; the one before it ends first, so that only one is in memory."""
-        self._finish_launched()
-        unit.launch()
-        self._reducing = unit
-
-    def _finish_launched(self) -> None:
-        if self._reducing is not None:
-            self._reducing.finish()
-            self._reducing = None
-
-    def _end_backward(self) -> None:
-        """Backward is over: reduce what waits, count the micro-batch."""
-        with torch.no_grad():
-            loss, weight, _ = self._given if self._given is not None else (None, None, None)
-            empty = self._given is not None and loss is None
-            self._release_all()
-            if self._reduces_now:
-                self._is_reduced = True
-                for index in self._reduce_order.rest():
-                    self._launch(self._units[index])
-                self._finish_launched()
-            for unit in self._units:
-                unit.end_micro_batch()
-            self._reduce_order.restart()
-            self._backward_order.end()
-            self._tally.add(loss, weight, empty=empty)
-            self._given = None
-            self._in_backward = False
-            self._journal.phase = self._watch.activity = "idle"
-
-    def _empty_micro_batch(self) -> None:
-        """Without data: take part in every gather and reduction that the other ranks make for theirs."""
-        with torch.no_grad():
-            if not self._residency.full_parameters:
-                modules = [(0, 0), *sorted((position, unit.index) for unit in self._units[1:] for position in self._positions(unit))]
-                forward = self._forward_order.agreed or tuple(index for _, index in modules)
-                backward = self._backward_order.agreed or (0, *reversed(forward[1:]))
-                for order, sequence in ((self._forward_order, forward), (self._backward_order, backward)):
-                    order.begin()
-                    for index in sequence:
-                        order.enter(index)
-                        self._units[index].wait()
-                        self._units[index].release()
-                    order.end()
-            self._begin_backward(queue=False)
-            self._end_backward()
-
-    def _positions(self, unit: Unit) -> list[int]:
-        """Where the unit's modules stand among the model's."""
-        order = {id(module): position for position, module in enumerate(self.model.modules())}
-        return [order[id(module)] for module in unit.modules]
-
-    def _look_ahead(self, order: GatherOrder) -> None:
-        """Fetch the next units of an agreed order, within the limit."""
-        prefetch = self.config.prefetch
-        if self._residency.full_parameters or not prefetch.ahead or not order.is_followed:
-            return
-        for index in order.ahead(prefetch.ahead):
-            unit = self._units[index]
-            if unit.presence is not Presence.AWAY:
-                continue
-            if prefetch.limit is not None and self._journal.live(Account.GATHERED) + unit.full_nbytes > prefetch.limit:
-                break
-            unit.fetch()
-
-    def _release_all(self) -> None:
-        if not self._residency.full_parameters:
-            for unit in self._units:
-                unit.release()
-
-    @property
-    def _adds_locally(self) -> bool:
-        return self._residency.full_gradients and self.config.accumulate > 1
-
-    @property
-    def _reduces_now(self) -> bool:
-        """Whether this micro-batch's gradients go to their owners in this backward."""
-        if not self._residency.full_gradients:
-            return True
-        last = self._given[2] if self._given is not None else None
-        return self._tally.num_micro_batches + 1 == self.config.accumulate if last is None else last
-
-    def _check_micro_batch(self) -> None:
-        if self._pieces is None:
-            raise UsageError(
-                "this engine was built without an optimizer and trains nothing: evaluate under torch.no_grad(), or build it with an optimizer"
-            )
-        if self._is_reduced and self._residency.full_gradients:
-            raise UsageError("engine.backward: the last micro-batch of this step has been reduced already; call engine.step()")
-        if self._tally.num_micro_batches >= self.config.accumulate:
-            raise UsageError(
-                f"engine.backward: this would be micro-batch {self._tally.num_micro_batches + 1} of a step with accumulate={self.config.accumulate}; call engine.step() first, or raise ZeroConfig.accumulate"
-            )
-
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        precision = self.config.precision
-        if not precision.cast_inputs:
-            return None
-        dtype = DTYPES[precision.param]
-
-        def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype else value
-
-        return tuple(cast(value) for value in args), {name: cast(value) for name, value in kwargs.items()}
-
-    # ---- the step -----------------------------------------------------------------------------------------------------------
-
-    def _finish_reductions(self) -> None:
-        """Everything that was sent is added up; what was only added locally is reduced now."""
-        for unit in self._units:
-            if unit.presence is Presence.ARRIVING:
-                unit.wait()  # a refresh of the last step that nobody has used
-        if not self._is_reduced:
-            for index in self._reduce_order.agreed:
-                self._launch(self._units[index])
-            self._is_reduced = True
-        self._finish_launched()
-        for unit in self._units:
-            unit.finish_return()
-
-    def _exchange(self) -> Totals:
-        """The step's one exchange between ranks and its one read from the device."""
-        numbers, squares = self._sum_squares()
-        has_gradient = [False] * len(self._names)
-        for flat in self._flats:
-            for member, flag in zip(flat.members, flat.has_gradient, strict=True):
-                has_gradient[member.number] = flag
-        digests = (self._forward_order.digest(), self._backward_order.digest(), self._reduce_order.digest())
-        mismatch = self._transport.mismatch if isinstance(self._transport, Collectives) else None
-        vector = pack(self._tally, squares, mismatch, numbers, digests, has_gradient)
-        gathered = self._transport.exchange(vector, "the step")
-        if not is_memory_known(gathered):
-            return assumed(self._tally, has_gradient, self._transport.num_ranks, len(digests))
-        totals = add_up(gathered.tolist(), len(self._names), len(digests))
-        if totals.mismatch:
-            raise DivergenceError(
-                "ranks took part in different operations in one collective (their headers differ); all ranks must enter the same units in each step"
-            )
-        return totals
-
-    def _sum_squares(self) -> tuple[list[int], Tensor]:
-        """Numbers of the parameters that lie in this rank's shards, and the sums of their squared gradients there, in float64."""
-        scratch = self._storage.buffer(Account.WORKSPACE, "root", numerics.BLOCK_NUMEL, torch.float64)
-        numbers: list[int] = []
-        sums: list[Tensor] = []
-        for flat in self._flats:
-            for member, span, gradient in flat.own_gradients():
-                numbers.append(member.number)
-                sums.append(numerics.sum_of_squares(gradient, span.start, scratch.tensor))
-        scratch.give_back()
-        return numbers, torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=self._device)
-
-    def _apply(self, totals: Totals) -> StepReport:
-        """Scale, step and publish, or skip on every rank alike."""
-        assert self._pieces is not None
-        loss_scale, rates = self._loss_scale.value, self._pieces.learning_rates
-        norm, clip_factor, scale = scale_of(totals.raw_norm, totals.weight, loss_scale, self.config.clip_grad_norm)
-        applied = totals.is_finite
-        nonfinite = None
-        if not applied:
-            nonfinite = "loss" if totals.first_nonfinite is None else self._names[totals.first_nonfinite]
-            _log.warning("step not applied: non-finite %s", f"gradient of {nonfinite!r}" if nonfinite != "loss" else "loss")
-        else:
-            self._step_pieces(scale, totals.has_gradient)
-            self.num_steps += 1
-        self._loss_scale.update(applied=applied)
-        forward_agrees, backward_agrees, reduce_agrees = totals.orders_agree
-        self._forward_order.settle(agreed=forward_agrees)
-        self._backward_order.settle(agreed=backward_agrees)
-        self._reduce_order.settle(agreed=reduce_agrees)
-        return StepReport(applied=applied, loss=totals.loss, weight=totals.weight, grad_norm=norm, clip_factor=clip_factor, learning_rates=rates,
-                          loss_scale=loss_scale, nonfinite=nonfinite)  # fmt: skip
-
-    def _step_pieces(self, scale: float, has_gradient: Sequence[bool]) -> None:
-        assert self._pieces is not None
-        temporary = [
-            flat.scaled_gradients(scale, [has_gradient[member.number] for member in flat.members])
-            for flat in self._flats
-            if flat.layout.numel
-        ]
-        self._pieces.step()
-        for buffer in temporary:
-            if buffer is not None:
-                buffer.give_back()
-        for flat in self._flats:
-            flat.forget_gradients()
-        for unit in self._units:
-            if unit.is_trainable:
-                unit.publish()
-                unit.changed()
-                if self._residency.refreshes:
-                    unit.refresh()
-
-    def _clear_step(self) -> None:
-        """Nothing of this step is left, whether it was applied or not."""
-        for flat in self._flats:
-            flat.forget_gradients()
-        self._tally = Tally()
-        self._is_reduced = False
-        self._journal.phase = self._watch.activity = "idle"
-
-    def _abandon_step(self) -> None:
-        """A backward was ended by an exception: forget the step's gradients."""
-        self._in_backward = False
-        self._depth = 0
-        self._given = None
-        with torch.no_grad():
-            self._reducing = None
-            for unit in self._units:
-                unit.end_micro_batch()
-            self._reduce_order.restart()
-            self._release_all()
-        self._clear_step()
-
     def _move_buffers(self) -> None:
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self._device and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(self._device)
-
-
-def _inside_backward() -> bool:
-    """Whether the calling code runs inside autograd's backward: a forward there is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _group_of(mesh: DeviceMesh | None) -> Any:
@@ -650,19 +296,3 @@ def _connect(group: Any, journal: Journal, config: ZeroConfig) -> tuple[Watch, T
     transport = connect(group, watch, journal, config.reduction)
     watch.start(getattr(transport, "pairs", None))
     return watch, transport
-
-
-def _own_modules(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
-    """Modules below the unit's that are in no unit further in."""
-    others = {id(module) for other in units if other is not unit for module in other.modules}
-    found: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        found.append(module)
-        for child in module.children():
-            if id(child) not in others:
-                visit(child)
-
-    for module in unit.modules:
-        visit(module)
-    return found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardbook.accounts import Account
 from shardbook.engine import numerics
-from shardbook.engine.comm import Channel, Transport
+from shardbook.engine.comm import Channel, Pending, Transport
 from shardbook.engine.layout import FlatLayout, Span
 from shardbook.engine.policy import Types
 from shardbook.engine.residency import Residency
@@ -79,11 +79,21 @@ class Flat:
         for member, view in zip(self.members, self._views, strict=True):
             place(member.parameter, view)
 
-    def restore_own(self) -> None:
-        """Fill the own shard of ``full`` from where it rests, ready to be sent."""
+    def restore(self, shard: Tensor) -> None:
+        """Fill a shard from where this rank's rests, ready to be sent."""
         resting = self.master if self.shard is None else self.shard
         if resting is not None:
-            self.own(self.full).copy_(resting.tensor)
+            shard.copy_(resting.tensor)
+
+    def serve(self, sink: Tensor) -> tuple[Pending, Buffer | None]:
+        """Send the own shard to a gather of the others; what they send falls into ``sink`` (bytes), which nobody reads."""
+        resting, cast = self.master if self.shard is None else self.shard, None
+        assert resting is not None, "parameters that stay full are never gathered"
+        if resting.tensor.dtype != self.types.param:
+            resting = cast = self._buffer(Account.COMM, self.types.param, sharded=True)
+            self.restore(cast.tensor)
+        full = sink[: self.full.nbytes].view(self.types.param)
+        return self._transport.serve(resting.tensor, full, self.channel), cast
 
     def publish(self) -> None:
         """After the optimizer's step: bring the master's new values to wherever parameters rest in their own type."""

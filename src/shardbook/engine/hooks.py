@@ -15,7 +15,7 @@ class Callbacks(Protocol):
     """What the engine does when something happens in forward or backward."""
 
     def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None: ...
-    def leave_forward(self, unit: Unit, module: nn.Module, output: Any) -> None: ...
+    def leave_forward(self, unit: Unit, output: Any) -> None: ...
     def land(self, unit: Unit, flat_index: int, index: int, parameter: nn.Parameter) -> None: ...
 
 
@@ -38,7 +38,7 @@ class _Leave(Hook):
         self._callbacks, self._unit = callbacks, unit
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._callbacks.leave_forward(self._unit, module, output)
+        self._callbacks.leave_forward(self._unit, output)
 
 
 class _Land(Hook):

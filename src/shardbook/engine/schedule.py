@@ -66,10 +66,15 @@ class GatherOrder:
 
 
 class ReduceOrder:
-    """The order in which units are reduced. A unit that waits for a gradient holds back those behind it until backward ends."""
+    """The order in which units are reduced. A unit that waits for a gradient holds back those behind it until backward ends.
 
-    def __init__(self, units: Iterable[int]) -> None:
-        self.agreed: tuple[int, ...] = tuple(units)
+    ``last`` are units around others: only the end of backward tells that no gradient of theirs is to come, and a rank must not hold
+    back, for one, reductions that another rank waits for inside backward. They stay behind all ``units``.
+    """
+
+    def __init__(self, units: Iterable[int], last: Iterable[int] = ()) -> None:
+        self._last = tuple(last)
+        self.agreed: tuple[int, ...] = (*units, *self._last)
         self._completed: list[int] = []
         self._seen: tuple[int, ...] = ()
         self._ready: set[int] = set()
@@ -108,7 +113,7 @@ class ReduceOrder:
 
     def _candidate(self) -> tuple[int, ...]:
         """Units as they were completed in the last micro-batch, then those that never were, as before."""
-        seen = tuple(dict.fromkeys(unit for unit in self._seen if unit in self.agreed))
+        seen = tuple(dict.fromkeys(unit for unit in self._seen if unit in self.agreed and unit not in self._last))
         return seen + tuple(unit for unit in self.agreed if unit not in seen)
 
 

@@ -1,134 +1,110 @@
-"""The one exchange of a step: what each rank knows of its micro-batches, packed, sent, and added up in rank order.
+"""The step: one exchange between the ranks, one scale, one call of the optimizer, and new values where parameters rest."""
 
-Layout of a rank's float64 vector: loss, sum of squares of the gradients in its shards, mismatch flag, weight, number of the first
-non-finite parameter | micro-batches, of them with and without a weight, of them of unknown loss | digests of orders | one bit per
-parameter (has a gradient), 32 to a word. The first part may live on the device; the rest is known on the host.
-"""
-
-import math
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardbook.errors import DivergenceError, UsageError
+from shardbook.accounts import Account
+from shardbook.config import ZeroConfig
+from shardbook.engine import numerics
+from shardbook.engine.comm import Collectives, Transport
+from shardbook.engine.exchange import Totals, add_up, assumed, pack, to_fp32
+from shardbook.engine.optimizer import PieceOptimizer
+from shardbook.engine.passes import Passes
+from shardbook.engine.report import StepReport
+from shardbook.engine.residency import Residency
+from shardbook.engine.storage import Storage, is_memory_known
+from shardbook.engine.unit import Unit
+from shardbook.errors import DivergenceError
 
-_BITS = 32
-_NUM_FIXED = 9  # entries before the digests
+_log = logging.getLogger("shardbook")
 
 
-@dataclass(slots=True)
-class Tally:
-    """What this rank has gathered since the last step, before the exchange."""
+class Stepper:
+    """Makes the step out of what the passes have left: reduced gradients, a tally, and orders to agree on."""
 
-    loss: float | Tensor = 0.0
-    weight: float | Tensor = 0.0
-    num_micro_batches: int = 0
-    num_weighted: int = 0
-    num_unweighted: int = 0
-    num_unknown: int = 0  # backward was called on the tensor: the loss never passed through the engine
+    def __init__(self, config: ZeroConfig, residency: Residency, names: Sequence[str], units: Sequence[Unit], pieces: PieceOptimizer,
+                 passes: Passes, transport: Transport, storage: Storage) -> None:  # fmt: skip
+        self._config, self._residency, self._names, self._units = config, residency, tuple(names), tuple(units)
+        self._flats = [flat for unit in units for flat in unit.flats if flat.trainable]
+        self._pieces, self._passes, self._transport, self._storage = pieces, passes, transport, storage
+        scale: Any = config.effective_loss_scale
+        self._loss_scale = LossScale(2.0**16, dynamic=True) if scale == "dynamic" else LossScale(float(scale), dynamic=False)
+        passes.loss_scale = self._loss_scale.value
 
-    def add(self, loss: Tensor | None, weight: float | Tensor | None, *, empty: bool) -> None:
-        """One micro-batch. Nothing is read from the device here."""
-        self.num_micro_batches += 1
-        if empty:
-            return
-        if loss is None:
-            self.num_unknown += 1
+    def step(self) -> StepReport:
+        """Exchange, then scale, step and publish; or skip, on every rank alike, where something is not finite."""
+        totals = self._exchange()
+        loss_scale, rates = self._loss_scale.value, self._pieces.learning_rates
+        norm, clip_factor, scale = scale_of(totals.raw_norm, totals.weight, loss_scale, self._config.clip_grad_norm)
+        nonfinite = None
+        if totals.is_finite:
+            self._step_pieces(scale, totals.has_gradient)
         else:
-            self.loss = self.loss + loss.detach().double()
-        if weight is None:
-            self.weight = self.weight + 1.0
-            self.num_unweighted += 1
+            nonfinite = "loss" if totals.first_nonfinite is None else self._names[totals.first_nonfinite]
+            _log.warning("step not applied: non-finite %s", nonfinite if nonfinite == "loss" else f"gradient of {nonfinite!r}")
+        self._loss_scale.update(applied=totals.is_finite)
+        self._passes.loss_scale = self._loss_scale.value
+        return StepReport(applied=totals.is_finite, loss=totals.loss, weight=totals.weight, grad_norm=norm, clip_factor=clip_factor,
+                          learning_rates=rates, loss_scale=loss_scale, nonfinite=nonfinite)  # fmt: skip
+
+    def _exchange(self) -> Totals:
+        """The step's one exchange between ranks, and its one read from the device."""
+        passes, orders = self._passes, (self._passes.forward_order, self._passes.backward_order, self._passes.reduce_order)
+        numbers, squares = self._sum_squares()
+        has_gradient = [False] * len(self._names)
+        for flat in self._flats:
+            for member, flag in zip(flat.members, flat.has_gradient, strict=True):
+                has_gradient[member.number] = flag
+        mismatch = self._transport.mismatch if isinstance(self._transport, Collectives) else None
+        vector = pack(passes.tally, squares, mismatch, numbers, [order.digest() for order in orders], has_gradient)
+        gathered = self._transport.exchange(vector, "the step")
+        if is_memory_known(gathered):
+            totals = add_up(gathered.tolist(), len(self._names), len(orders))
         else:
-            self.weight = self.weight + (weight.detach().double() if isinstance(weight, Tensor) else float(weight))
-            self.num_weighted += 1
+            totals = assumed(passes.tally, has_gradient, self._transport.num_ranks, len(orders))
+        if totals.mismatch:
+            raise DivergenceError(
+                "ranks took part in one collective with different operations (the headers differ); all ranks must enter the same units in each step"
+            )
+        for order, agreed in zip(orders, totals.orders_agree, strict=True):
+            order.settle(agreed=agreed)
+        return totals
 
+    def _sum_squares(self) -> tuple[list[int], Tensor]:
+        """Numbers of the parameters that lie in this rank's shards, and the sums of their squared gradients there, in float64."""
+        scratch = self._storage.buffer(Account.WORKSPACE, "root", numerics.BLOCK_NUMEL, torch.float64)
+        numbers: list[int] = []
+        sums: list[Tensor] = []
+        for flat in self._flats:
+            for member, span, gradient in flat.own_gradients():
+                numbers.append(member.number)
+                sums.append(numerics.sum_of_squares(gradient, span.start, scratch.tensor))
+        scratch.give_back()
+        return numbers, torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=self._storage.device)
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """The step as all ranks see it."""
-
-    loss: float | None
-    weight: float
-    raw_norm: float  # of the summed (and loss-scaled) gradients, rounded to fp32; not finite where a gradient is not
-    first_nonfinite: int | None
-    has_gradient: tuple[bool, ...]
-    mismatch: bool
-    orders_agree: tuple[bool, ...]
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.raw_norm) and (self.loss is None or math.isfinite(self.loss))
-
-
-def pack(
-    tally: Tally, squares: Tensor, mismatch: Tensor | None, numbers: Sequence[int], digests: Sequence[int], has_gradient: Sequence[bool]
-) -> Tensor:
-    """This rank's vector. ``squares``: float64, one per own piece, of the parameters with these ``numbers``."""
-    device = squares.device
-    words = [
-        float(sum(1 << bit for bit, flag in enumerate(has_gradient[begin : begin + _BITS]) if flag))
-        for begin in range(0, len(has_gradient), _BITS)
-    ]
-    counts = (tally.num_micro_batches, tally.num_weighted, tally.num_unweighted, tally.num_unknown)
-    host = [*map(float, counts), *map(float, digests), *words]
-
-    def scalar(value: float | Tensor) -> Tensor:
-        return (
-            value.reshape(()).to(device=device, dtype=torch.float64)
-            if isinstance(value, Tensor)
-            else torch.full((), float(value), dtype=torch.float64, device=device)
-        )
-
-    if numbers:
-        order = torch.tensor(numbers, dtype=torch.float64, device=device)
-        first = torch.where(torch.isfinite(squares), math.inf, order).min()
-    else:
-        first = scalar(math.inf)
-    parts = [scalar(tally.loss), squares.sum(), scalar(0.0 if mismatch is None else mismatch), scalar(tally.weight), first]
-    return torch.cat([torch.stack(parts), torch.tensor(host, dtype=torch.float64, device=device)])
-
-
-def add_up(rows: Sequence[Sequence[float]], num_parameters: int, num_digests: int) -> Totals:
-    """Totals of all ranks' vectors.
-
-    Raises:
-        DivergenceError: the ranks did different numbers of micro-batches.
-        UsageError: weights given for some micro-batches only; a total weight that is not positive.
-    """
-    micro_batches = [int(row[5]) for row in rows]
-    if len(set(micro_batches)) > 1:
-        each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(micro_batches))
-        raise DivergenceError(
-            f"the ranks did different numbers of micro-batches in this step ({each}); call engine.backward(None) for an empty one"
-        )
-    weighted, unweighted, unknown = (sum(int(row[index]) for row in rows) for index in (6, 7, 8))
-    weight = loss = squares = 0.0
-    for row in rows:  # one rank after the other, as the promise says (sum() may do otherwise)
-        loss, squares, weight = loss + row[0], squares + row[1], weight + row[3]
-    words = len(rows[0]) - _NUM_FIXED - num_digests
-    merged = [0] * words
-    for row in rows:
-        for index in range(words):
-            merged[index] |= int(row[_NUM_FIXED + num_digests + index])
-    first = min(row[4] for row in rows)
-    return Totals(
-        loss=None if unknown or not weight else loss / weight,
-        weight=_checked_weight(weight, weighted, unweighted),
-        raw_norm=_to_fp32(math.sqrt(squares) if squares >= 0 else squares),
-        first_nonfinite=None if math.isinf(first) else int(first),
-        has_gradient=tuple(bool(merged[index // _BITS] >> index % _BITS & 1) for index in range(num_parameters)),
-        mismatch=any(row[2] for row in rows),
-        orders_agree=tuple(len({row[_NUM_FIXED + index] for row in rows}) == 1 for index in range(num_digests)),
-    )
-
-
-def assumed(tally: Tally, has_gradient: Sequence[bool], num_ranks: int, num_digests: int) -> Totals:
-    """Totals where tensors have no values: every rank as this one, everything finite, norm 1, loss and weights 1 each."""
-    weight = float(tally.num_micro_batches * num_ranks)
-    return Totals(1.0, weight, 1.0, None, tuple(has_gradient), mismatch=False, orders_agree=(True,) * num_digests)
+    def _step_pieces(self, scale: float, has_gradient: Sequence[bool]) -> None:
+        """Scale the gradients, step on the pieces, and bring the new values to wherever parameters rest."""
+        temporary = [
+            flat.scaled_gradients(scale, [has_gradient[member.number] for member in flat.members])
+            for flat in self._flats
+            if flat.layout.numel
+        ]
+        self._pieces.step()
+        for buffer in temporary:
+            if buffer is not None:
+                buffer.give_back()
+        for unit in self._units:
+            unit.forget_gradients()
+            if unit.is_trainable:
+                unit.publish()
+                unit.changed()
+                if self._residency.refreshes:
+                    unit.refresh()
 
 
 @dataclass(slots=True)
@@ -155,21 +131,4 @@ def scale_of(raw_norm: float, weight: float, loss_scale: float, clip: float | No
     divisor = weight * loss_scale
     norm = raw_norm / divisor
     clip_factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-    return norm, clip_factor, _to_fp32(clip_factor / divisor)
-
-
-def _checked_weight(weight: float, weighted: int, unweighted: int) -> float:
-    if weighted and unweighted:
-        raise UsageError(
-            f"engine.backward: {weighted} micro-batches of this step (all ranks together) were given a weight and {unweighted} were not; "
-            f"give weight= to all of them or to none"
-        )
-    if not math.isfinite(weight) or weight <= 0:
-        raise UsageError(
-            f"engine.step: the total weight of this step is {weight}; it must be positive, as the objective is the sum of losses over the sum of weights. The step was not applied"
-        )
-    return weight
-
-
-def _to_fp32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    return norm, clip_factor, to_fp32(clip_factor / divisor)

@@ -23,6 +23,7 @@ from shardbook.engine.flat import Flat, Member
 from shardbook.engine.guard import Guard
 from shardbook.engine.journal import Journal
 from shardbook.engine.residency import Residency
+from shardbook.engine.storage import Buffer
 from shardbook.errors import UsageError
 
 
@@ -32,6 +33,19 @@ class Presence(Enum):
     AWAY = auto()
     ARRIVING = auto()
     HERE = auto()
+
+
+class Served:
+    """A gather that this rank only serves: its messages, and the buffers they are sent from."""
+
+    def __init__(self, works: Sequence[tuple[Pending, Buffer | None]]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for pending, buffer in self._works:
+            pending.wait()
+            if buffer is not None:
+                buffer.give_back()
 
 
 class Unit:
@@ -48,9 +62,13 @@ class Unit:
         self._reducing: list[Pending] = []
         self._returning: list[Pending] = []
         self.presence = Presence.HERE
-        self.pins = 0
+        self.pins = 0  # gathered by hand: not released until unpinned
+        self.in_use = 0  # forwards that have been entered and not left
         self.in_backward = False
         self.reduced = False  # in this micro-batch
+        self.is_closed = False  # in this micro-batch: no further gradient will come
+        self.num_calls = 0  # forwards since the last backward that a backward can come back to
+        self.num_returns = 0  # of them, those it has come back to
         self._landed = [[False] * len(flat.members) for flat in self._trainable]  # in this micro-batch
         self._num_missing = self._num_members = sum(len(flat.members) for flat in self._trainable)
 
@@ -83,7 +101,7 @@ class Unit:
         self._journal.mark("gather", self.name, "begin")
         for flat in self.flats:
             flat.full.take()
-            flat.restore_own()
+            flat.restore(flat.own(flat.full))
         self._send("gather")
         self._journal.mark("gather", self.name, "end")
 
@@ -108,13 +126,17 @@ class Unit:
 
     def release(self) -> None:
         """HERE → AWAY: free the full parameters, unless they stay."""
-        if self._residency.full_parameters or self.pins or self.presence is Presence.AWAY:
+        if self._residency.full_parameters or self.pins or self.in_use or self.presence is Presence.AWAY:
             return
         self.wait()
         self._guard.close()
         for flat in self.flats:
             flat.full.give_back()
         self.presence = Presence.AWAY
+
+    def serve(self, sink: Tensor) -> "Served":
+        """Take part in one gather of the other ranks without keeping what arrives: this rank has no data."""
+        return Served([flat.serve(sink) for flat in self.flats if flat.layout.numel])
 
     def changed(self) -> None:
         """The step has changed the values: older graphs must not use them."""
@@ -191,9 +213,14 @@ class Unit:
             pending.wait()
         self._returning = []
 
+    def forget_gradients(self) -> None:
+        """Nothing of the step's gradients is left."""
+        for flat in self.flats:
+            flat.forget_gradients()
+
     def end_micro_batch(self) -> None:
         """Nothing has landed yet in the next micro-batch."""
-        self.reduced = False
-        self.in_backward = False
+        self.reduced = self.is_closed = self.in_backward = False
+        self.num_calls = self.num_returns = 0
         self._landed = [[False] * len(flat.members) for flat in self._trainable]
         self._num_missing = self._num_members

@@ -98,12 +98,15 @@ class PlainLoop:
         masters = dict(zip(self.names, self.masters or [], strict=False))
         found: str | None = None
         for name, theirs in parameters:
-            plain = mine[name].detach()
+            if name not in mine:
+                found = found or f"step {step}: {name}: no parameter of the plain loop, or read twice"
+                continue
+            plain = mine.pop(name).detach()
             if plain.dtype != theirs.dtype and name in masters:
                 plain = masters[name].detach()
             if found is None and not _same_bits(plain, theirs):
                 found = f"step {step}: {name}: {_how_different(plain, theirs)}"
-        return found
+        return found or (f"step {step}: {next(iter(mine))}: missing in the run" if mine else None)
 
     def report_difference(self, step: int, mine: PlainReport, theirs: Any) -> str | None:
         """The first of the run's reported numbers that isn't equal, in one line."""

@@ -25,7 +25,8 @@ def run(recipe: Recipe, world: World, *, as_json: bool) -> int:
     device = choose_device(recipe.run.device, world)
     reporter = Reporter(recipe, as_json=as_json, silent=world.rank != 0)
     with process_group(world, device) as backend, open_training(recipe, world, device) as training:
-        reporter.begin(training.text.describe(), f"{world.num_ranks} ranks on {device.type}, backend {backend}", training.engine.describe())
+        ranks = f"{world.num_ranks} on {device.type}, backend {backend}, started by {world.started_by}"
+        reporter.begin({"data": training.text.describe(), "ranks": ranks, "engine": _summary(training.engine.describe())})
         training.comparison.start()
         with reporter.progress():
             for step in range(1, recipe.run.steps + 1):
@@ -34,6 +35,11 @@ def run(recipe: Recipe, world: World, *, as_json: bool) -> int:
     if world.rank == 0:
         _finish(recipe, reporter, document)
     return 0 if document.baseline is None or document.baseline.identical else 1
+
+
+def _summary(description: str) -> str:
+    """The engine's words about the whole; unit by unit and piece by piece would be hundreds of lines."""
+    return "\n       ".join(line for line in description.splitlines() if not line.startswith(" "))
 
 
 def _finish(recipe: Recipe, reporter: Reporter, document: RunDocument) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,12 +30,11 @@ class Reporter:
         self._bar: Progress | None = None
         self._last = time.perf_counter()
 
-    def begin(self, data: str, ranks: str, engine: str) -> None:
-        """What is in force, and where each value came from."""
+    def begin(self, facts: Mapping[str, str]) -> None:
+        """What is in force and where each value came from; then each fact behind its name."""
         self._console.print(settings_table(self._recipe))
-        for name, text in (("data", data), ("ranks", ranks), ("convention", self._recipe.zero.precision.describe())):
+        for name, text in facts.items():
             self._console.print(f"[bold]{name}[/] {escape(text)}")
-        self._console.print(escape(engine), style="dim")
 
     @contextmanager
     def progress(self) -> Iterator[None]:

@@ -1,0 +1,403 @@
+"""Forward and backward as the engine sees them: when a unit is gathered, released, and its gradients reduced.
+
+The hooks call :class:`Passes`; it keeps the state between two steps (what has landed, what is being reduced, what the ranks have
+seen so far) and decides. How a unit does it is `unit`'s, in which order is `schedule`'s.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardbook.accounts import Account
+from shardbook.config import ZeroConfig
+from shardbook.engine import hooks
+from shardbook.engine.exchange import Tally
+from shardbook.engine.journal import Journal
+from shardbook.engine.policy import DTYPES
+from shardbook.engine.residency import Residency
+from shardbook.engine.schedule import GatherOrder, ReduceOrder
+from shardbook.engine.storage import Storage
+from shardbook.engine.unit import Presence, Served, Unit
+from shardbook.engine.watch import Watch
+from shardbook.errors import UsageError
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """What ``engine.backward`` was told. Without it (``loss.backward()``) a micro-batch has weight 1 and an unknown loss."""
+
+    loss: Tensor | None = None
+    weight: float | Tensor | None = None
+    last: bool | None = None
+    empty: bool = False
+
+
+class Passes:
+    """See the file's header. ``forward_order`` and its two siblings are agreed between ranks at each step, by the step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        residency: Residency,
+        config: ZeroConfig,
+        storage: Storage,
+        journal: Journal,
+        watch: Watch,
+        *,
+        trains: bool,
+    ) -> None:
+        self.tally = Tally()
+        self.forward_order, self.backward_order = GatherOrder(), GatherOrder()
+        self.reduce_order = _first_reduce_order(units)
+        self.loss_scale = 1.0
+        self.in_backward = False
+        self._units, self._residency, self._config, self._journal, self._watch = tuple(units), residency, config, journal, watch
+        self._storage, self._trains = storage, trains
+        self._micro_batch: _MicroBatch | None = None
+        self._depth = 0
+        self._is_reduced = False  # everything of this step that has landed so far
+        self._reducing: Unit | None = None
+        self._own_modules = [_own_modules(unit, units) for unit in units]
+        self._entries = _entries(model, units)
+
+    # ---- micro-batches --------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor | None, weight: float | Tensor | None, last: bool | None) -> None:
+        """Backward of one micro-batch of this rank; None: without data."""
+        self._check_may_add()
+        self._micro_batch = given = _MicroBatch(loss, weight, last, empty=loss is None)
+        try:
+            if loss is None:
+                self._attend()
+            else:
+                scaled = loss if self.loss_scale == 1.0 else loss * self.loss_scale
+                scaled.backward()  # pyright: ignore[reportUnknownMemberType]
+                if self._micro_batch is given:  # backward has touched no parameter of the model
+                    self._begin_backward()
+                    self._end_backward()
+        except BaseException as error:
+            self._watch.raised(error)
+            self.abandon()
+            raise
+
+    def finish(self) -> None:
+        """Everything of this step is reduced, and every refresh of the last one has arrived."""
+        for unit in self._units:
+            if unit.presence is Presence.ARRIVING:
+                unit.wait()
+        if not self._is_reduced:
+            for index in self.reduce_order.agreed:
+                self._launch(self._units[index])
+            self._is_reduced = True
+        self._finish_launched()
+        for unit in self._units:
+            unit.finish_return()
+
+    def clear(self) -> None:
+        """The step is over, applied or not: nothing of its gradients is left."""
+        for unit in self._units:
+            unit.forget_gradients()
+        self.tally = Tally()
+        self._is_reduced = False
+        self._settle_down()
+
+    def abandon(self) -> None:
+        """A pass was ended by an exception: forget the step so far."""
+        self.in_backward = False
+        self._depth = 0
+        self._micro_batch = None
+        self._reducing = None
+        with torch.no_grad():
+            for unit in self._units:
+                unit.in_use = 0
+                unit.end_micro_batch()
+            self.reduce_order.restart()
+            self._release_all()
+            self.clear()
+
+    # ---- forward ----------------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A forward needs the unit's parameters: gather them if they are not here, and look ahead. Returns changed inputs."""
+        recomputes = _inside_backward()
+        with torch.no_grad():
+            if unit.index == 0 and not recomputes:
+                self._begin_forward()
+            if not recomputes:
+                self.forward_order.enter(unit.index)
+                self._watch.activity = f"forward of {unit.name!r}"
+            unit.wait()
+            unit.in_use += 1
+            self._journal.mark("forward", unit.name, "begin")
+            if not recomputes:
+                self._look_ahead(self.forward_order)
+        return self._cast_inputs(args, kwargs) if unit.index == 0 else None
+
+    def leave_forward(self, unit: Unit, output: Any) -> None:
+        """The unit's forward is over (or was ended early): release it, and be called when backward comes back to it."""
+        self._journal.mark("forward", unit.name, "end")
+        recomputes, with_graph = _inside_backward(), torch.is_grad_enabled()
+        reachable = with_graph and not unit.in_backward and self._await_backward(unit, output)
+        unit.in_use -= 1
+        # a graph that no hook sees may still need the parameters: they stay until backward ends, or the next forward begins
+        unseen = with_graph and unit.is_trainable and output is not None and not reachable and not recomputes
+        with torch.no_grad():
+            if not unit.in_backward and not unseen:
+                unit.release()
+            if unit.index == 0 and not recomputes:
+                self._end_forward()
+
+    def _await_backward(self, unit: Unit, output: Any) -> bool:
+        """Be called when backward reaches this call of the unit; returns whether it can."""
+        returned = False
+
+        def arrived() -> None:
+            nonlocal returned
+            unit.num_returns += not returned
+            returned = True
+            self._enter_backward(unit)
+
+        targets = [output] if self._residency.full_parameters else [output, list(hooks.stashed_tensors(self._own_modules[unit.index]))]
+        reachable = hooks.on_gradient_of(targets, arrived)
+        unit.num_calls += reachable
+        return reachable
+
+    def _begin_forward(self) -> None:
+        if self._depth == 0:
+            if self.in_backward:  # the last backward ended by an exception that went past the engine
+                self.abandon()
+            for unit in self._units:
+                unit.in_use = 0
+            self._release_all()
+            self._journal.phase = "forward"
+            self.forward_order.begin()
+        self._depth += 1
+
+    def _end_forward(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            error = sys.exc_info()[1]
+            if error is not None:
+                self._watch.raised(error)
+            self.forward_order.end()
+            self._release_unused()
+            self._settle_down()
+
+    # ---- backward ---------------------------------------------------------------------------------------------------------
+
+    def land(self, unit: Unit, flat_index: int, index: int, parameter: nn.Parameter) -> None:
+        """Autograd has finished the gradient of one parameter."""
+        with torch.no_grad():
+            self._begin_backward()
+            gradient = parameter.grad
+            parameter.grad = None
+            assert gradient is not None
+            if unit.land(flat_index, index, gradient, adds_locally=self._adds_locally):
+                self._complete(unit)
+
+    def _begin_backward(self) -> None:
+        if self.in_backward:
+            return
+        if self._micro_batch is None:
+            self._check_may_add()
+            if self.loss_scale != 1.0:
+                raise UsageError(
+                    "loss.backward() was called on an fp16 loss without its scale; call engine.backward(loss), which scales it"
+                )
+        self.in_backward = True
+        self._journal.phase = self._watch.activity = "backward"
+        self.backward_order.begin()
+        if _inside_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+
+    def _enter_backward(self, unit: Unit) -> None:
+        """Backward has reached an output of the unit: whatever comes after it in forward, and is not around it, is done."""
+        with torch.no_grad():
+            self._begin_backward()
+            if unit.in_backward and unit.presence is Presence.HERE:
+                return
+            self.backward_order.enter(unit.index)
+            self._watch.activity = f"backward of {unit.name!r}"
+            unit.fetch()  # before anything is awaited: the other ranks may need this rank's shard to come to that point
+            for other in self._units:
+                if other.in_backward and not other.is_related_to(unit):
+                    other.release()
+                    self._close(other)
+            unit.wait()
+            unit.in_backward = True
+            self._look_ahead(self.backward_order)
+
+    def _close(self, unit: Unit) -> None:
+        """Backward has come past all calls of the unit: a gradient that has not landed (an expert without tokens) will not come."""
+        if unit.is_trainable and not unit.is_complete and not unit.is_closed and unit.num_returns >= unit.num_calls:
+            unit.is_closed = True
+            self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """All gradients of a unit have landed: nothing needs its trainable parameters any more in this backward."""
+        if not unit.is_frozen_in_part:
+            unit.release()
+        due = self.reduce_order.complete(unit.index)
+        if self._reduces_now:
+            for index in due:
+                self._launch(self._units[index])
+
+    def _end_backward(self) -> None:
+        """Backward is over: reduce what waits, count the micro-batch."""
+        with torch.no_grad():
+            given = self._micro_batch or _MicroBatch()
+            self._release_all()
+            if self._reduces_now:
+                for index in self.reduce_order.rest():
+                    self._launch(self._units[index])
+                self._finish_launched()
+                self._is_reduced = True
+            for unit in self._units:
+                unit.end_micro_batch()
+            self.reduce_order.restart()
+            self.backward_order.end()
+            self.tally.add(given.loss, given.weight, empty=given.empty)
+            self._micro_batch = None
+            self.in_backward = False
+            self._settle_down()
+
+    def _attend(self) -> None:
+        """Without data: serve every gather that the other ranks make for theirs, and take part in every reduction.
+
+        Gathers are posted all at once, whatever the order in which the others come to them; only how often must be right.
+        """
+        with torch.no_grad():
+            served: list[Served] = []
+            sink = self._storage.buffer(
+                Account.COMM, "root", max(flat.full.nbytes for unit in self._units for flat in unit.flats), torch.uint8
+            )
+            if not self._residency.full_parameters:
+                forward = self.forward_order.agreed or self._entries
+                backward = self.backward_order.agreed or (0, *reversed(forward[1:]))
+                for order, sequence in ((self.forward_order, forward), (self.backward_order, backward)):
+                    order.begin()
+                    for index in sequence:
+                        order.enter(index)
+                        served.append(self._units[index].serve(sink.tensor))
+                    order.end()
+            self._begin_backward()
+            self._end_backward()
+            for each in served:
+                each.wait()
+            sink.give_back()
+
+    # ---- what both need -----------------------------------------------------------------------------------------------------
+
+    def _launch(self, unit: Unit) -> None:
+        """Start one reduction; the one before it ends first, so that only one is in memory."""
+        self._finish_launched()
+        unit.launch()
+        self._reducing = unit
+
+    def _finish_launched(self) -> None:
+        if self._reducing is not None:
+            self._reducing.finish()
+            self._reducing = None
+
+    def _look_ahead(self, order: GatherOrder) -> None:
+        """Fetch the next units of an agreed order, within the limit; where it is not followed, let go what was fetched for it."""
+        prefetch = self._config.prefetch
+        if self._residency.full_parameters or not prefetch.ahead:
+            return
+        if not order.is_followed:
+            self._release_unused()
+        for index in order.ahead(prefetch.ahead):
+            unit = self._units[index]
+            if unit.presence is Presence.AWAY:
+                if prefetch.limit is not None and self._journal.live(Account.GATHERED) + unit.full_nbytes > prefetch.limit:
+                    break
+                unit.fetch()
+
+    def _release_unused(self) -> None:
+        for unit in self._units:
+            if unit.presence is Presence.ARRIVING and not self._residency.full_parameters:
+                unit.release()
+
+    def _release_all(self) -> None:
+        for unit in self._units:
+            unit.release()
+
+    def _settle_down(self) -> None:
+        self._journal.phase = self._watch.activity = "idle"
+
+    @property
+    def _adds_locally(self) -> bool:
+        return self._residency.full_gradients and self._config.accumulate > 1
+
+    @property
+    def _reduces_now(self) -> bool:
+        """Whether this micro-batch's gradients go to their owners in this backward."""
+        if not self._residency.full_gradients:
+            return True
+        last = self._micro_batch.last if self._micro_batch is not None else None
+        return self.tally.num_micro_batches + 1 == self._config.accumulate if last is None else last
+
+    def _check_may_add(self) -> None:
+        """Whether the step takes another micro-batch."""
+        if not self._trains:
+            raise UsageError(
+                "this engine was built without an optimizer and trains nothing: evaluate under torch.no_grad(), or build it with an optimizer"
+            )
+        if self._is_reduced and self._residency.full_gradients:
+            raise UsageError("engine.backward: the last micro-batch of this step has been reduced already; call engine.step()")
+        if self.tally.num_micro_batches >= self._config.accumulate:
+            raise UsageError(
+                f"engine.backward: this would be micro-batch {self.tally.num_micro_batches + 1} of a step with "
+                f"accumulate={self._config.accumulate}; call engine.step() first, or raise ZeroConfig.accumulate"
+            )
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        precision = self._config.precision
+        if not precision.cast_inputs:
+            return None
+        dtype = DTYPES[precision.param]
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype else value
+
+        return tuple(cast(value) for value in args), {name: cast(value) for name, value in kwargs.items()}
+
+
+def _first_reduce_order(units: Sequence[Unit]) -> ReduceOrder:
+    """Before anything was seen: the reverse of registration, units around others behind, the root last."""
+    around = {index for unit in units for index in unit.ancestors} | {0}
+    trainable = [unit.index for unit in reversed(units) if unit.is_trainable]
+    return ReduceOrder([index for index in trainable if index not in around], last=[index for index in trainable if index in around])
+
+
+def _inside_backward() -> bool:
+    """Whether the calling code runs inside autograd's backward: a forward there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _entries(model: nn.Module, units: Sequence[Unit]) -> tuple[int, ...]:
+    """The order in which a forward most likely enters the units: as their modules are registered, the root first."""
+    position = {id(module): number for number, module in enumerate(model.modules())}
+    entries = sorted((position[id(module)], unit.index) for unit in units for module in unit.modules)
+    return tuple(index for _, index in entries)
+
+
+def _own_modules(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
+    """Modules below the unit's that are in no unit further in."""
+    others = {id(module) for other in units if other is not unit for module in other.modules}
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        found.append(module)
+        for child in module.children():
+            if id(child) not in others:
+                visit(child)
+
+    for module in unit.modules:
+        visit(module)
+    return found

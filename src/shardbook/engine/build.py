@@ -10,16 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardbook.accounts import Account
-from shardbook.config import ZeroConfig
 from shardbook.engine.comm import Transport
+from shardbook.engine.context import Context
 from shardbook.engine.flat import Flat, Member
 from shardbook.engine.guard import is_guarded
 from shardbook.engine.hooks import is_taken
-from shardbook.engine.journal import Journal
 from shardbook.engine.layout import FlatLayout, lay_out
 from shardbook.engine.partition import Part, partition
 from shardbook.engine.policy import Policy, Types
-from shardbook.engine.residency import Residency
 from shardbook.engine.storage import Buffer, Storage, is_memory_known, place
 from shardbook.engine.unit import Unit
 from shardbook.errors import ConfigError, DivergenceError
@@ -40,24 +38,26 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, parameter in named.items():
         if tensors is not None and isinstance(parameter, tensors.DTensor):
             raise ConfigError(
-                f"model: parameter {name!r} is a DTensor; parameters that are already distributed are not supported: build the engine on the plain model"
+                f"model: parameter {name!r} is a DTensor; parameters that are already distributed are not supported: "
+                f"build the engine on the plain model"
             )
     for path, module in model.named_modules():
         if is_taken(module) or any(parameter is not None and is_guarded(parameter) for parameter in module._parameters.values()):
             name = next((name for name in named if name.startswith(f"{path}." if path else "")), path)
-            raise ConfigError(
-                f"model: parameter {name!r} is already under another engine; close that engine first (engine.close()), or build a model of its own for this one"
-            )
+            raise ConfigError(f"model: parameter {name!r} is already under another engine; build a model of its own for this one")
     return named
 
 
-def build_units(model: nn.Module, named: dict[str, nn.Parameter], config: ZeroConfig, residency: Residency, transport: Transport, storage: Storage,
-                journal: Journal, *, trains: bool, init: Callable[[nn.Module], None] | None) -> list[Unit]:  # fmt: skip
+def build_units(
+    context: Context, model: nn.Module, named: dict[str, nn.Parameter], *, trains: bool, init: Callable[[nn.Module], None] | None
+) -> list[Unit]:
     """Every unit, with its memory and its initial values; the root first."""
+    config, transport, storage = context.config, context.transport, context.storage
     on_meta = [name for name, parameter in named.items() if parameter.device.type == "meta"]
     if on_meta and init is None and storage.device.type != "meta":
         raise ConfigError(
-            f"model: parameter {on_meta[0]!r} is on the meta device and no init= was given; pass init=, which initialises one unit's modules in place"
+            f"model: parameter {on_meta[0]!r} is on the meta device and no init= was given; "
+            f"pass init=, which initialises one unit's modules in place"
         )
     policy = Policy(config.precision, named.items())
     parts = partition(model, config.units)
@@ -86,15 +86,14 @@ def build_units(model: nn.Module, named: dict[str, nn.Parameter], config: ZeroCo
             adopted = [
                 Member(name, parameter, numbers[id(parameter)], tuple(parameter.shape), _stride(parameter)) for name, parameter in members
             ]
-            flat = Flat(part.name, count, adopted, layout, types, trainable=trainable, residency=residency, transport=transport, storage=storage,
-                        adds_locally=residency.full_gradients and config.accumulate > 1, keep_shard=config.precision.keep_param_shard)  # fmt: skip
+            flat = Flat(context, part.name, count, adopted, layout, types, trainable=trainable)
             _load(source, flat)
             _synchronise(source, flat, transport, config.init_sync)
             flat.adopt(source.tensor)
             source.give_back()
             flats.append(flat)
             count += 1
-        units.append(Unit(index, part.name, part.modules, flats, residency, transport, journal, part.ancestors))
+        units.append(Unit(context, index, part.name, part.modules, flats, part.ancestors))
         units[-1].release()
     if count > _MAX_FLATS:
         raise ConfigError(
@@ -202,7 +201,8 @@ def _initialise(model: nn.Module, part: Part, init: Callable[[nn.Module], None],
     missing += [name for module, name in fresh if (buffer := module._buffers[name]) is not None and _is_spoilt(buffer)]
     if missing:
         raise ConfigError(
-            f"init: {missing[0]!r} of unit {part.name!r} was not initialised; init(module) must fill every parameter and buffer of the module it gets, in place"
+            f"init: {missing[0]!r} of unit {part.name!r} was not initialised; "
+            f"init(module) must fill every parameter and buffer of the module it gets, in place"
         )
 
 
@@ -268,3 +268,11 @@ def choose_device(named: dict[str, nn.Parameter], device: torch.device | None, g
     if backend == "nccl" or (not devices and backend is None and torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())
     return devices.pop() if devices else torch.device("cpu")
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers belong to each rank, on the device where it computes."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)

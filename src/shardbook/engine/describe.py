@@ -4,23 +4,28 @@ from collections.abc import Sequence
 
 import torch
 
-from shardbook.config import ZeroConfig
-from shardbook.engine.comm import Transport
-from shardbook.engine.residency import Residency
+from shardbook.engine.context import Context
 from shardbook.engine.unit import Unit
 
 
-def text(config: ZeroConfig, residency: Residency, transport: Transport, units: Sequence[Unit], device: torch.device) -> str:
+def text(context: Context, units: Sequence[Unit]) -> str:
     """One line for each unit and each piece that this rank owns, under a header with everything in force."""
+    config, residency, transport = context.config, context.residency, context.transport
     state = {True: "full on every rank", False: f"1/{transport.num_ranks} on each rank"}
     total = sum(member.parameter.numel() for unit in units for _, _, member in unit.members)
     padding = sum(flat.layout.padding for unit in units for flat in unit.flats)
+    order = "in rank order" if transport.ordered else "in the order of the backend"
     lines = [
-        f"stage {config.stage}, rank {transport.rank} of {transport.num_ranks} on {device}; {total:,} parameters in {len(units)} units, {padding:,} elements of padding",
-        f"between uses: parameters {state[residency.full_parameters]}; gradients {state[residency.full_gradients]}; optimizer state {state[residency.full_optimizer]}",
+        (
+            f"stage {config.stage}, rank {transport.rank} of {transport.num_ranks} on {context.storage.device}; "
+            f"{total:,} parameters in {len(units)} units, {padding:,} elements of padding"
+        ),
+        (
+            f"between uses: parameters {state[residency.full_parameters]}; gradients {state[residency.full_gradients]}; "
+            f"optimizer state {state[residency.full_optimizer]}"
+        ),
         f"precision: {config.precision.describe()}",
-        f"reduction: {'in rank order' if transport.ordered else 'in the order of the backend'}"
-        f"{' (auto)' if config.reduction == 'auto' else ''}; prefetch: {config.prefetch.ahead} ahead",
+        f"reduction: {order}{' (auto)' if config.reduction == 'auto' else ''}; prefetch: {config.prefetch.ahead} ahead",
     ]
     for unit in units:
         sizes = (

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardbook.config import ZeroConfig
 from shardbook.engine import describe, hooks
-from shardbook.engine.build import build_units, check_model, choose_device
-from shardbook.engine.comm import Transport, connect
+from shardbook.engine.build import build_units, check_model, choose_device, move_buffers
+from shardbook.engine.comm import connect
+from shardbook.engine.context import Context
 from shardbook.engine.journal import Journal
 from shardbook.engine.optimizer import PieceOptimizer, check_elementwise, check_groups
 from shardbook.engine.passes import Passes
@@ -58,35 +59,30 @@ class Engine:
     >>> engine.close()
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: ZeroConfig, *, scheduler: Any = None, mesh: DeviceMesh | None = None,
-                 init: Callable[[nn.Module], None] | None = None, device: torch.device | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: ZeroConfig, *, scheduler: Any = None,
+        mesh: DeviceMesh | None = None, init: Callable[[nn.Module], None] | None = None, device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.optimizer, self.config, self.num_steps = model, optimizer, config, 0
         self._scheduler = scheduler
-        self._residency = residency_of(config.stage)
         named = check_model(model)
         group = _group_of(mesh)
-        self._device = choose_device(named, device, group)
+        place = choose_device(named, device, group)
         if optimizer is not None:
             check_groups(optimizer, named)
-            check_elementwise(optimizer, self._device)
-        self._journal = Journal()
-        self._storage = Storage(self._device, self._journal)
-        self._watch, self._transport = _connect(group, self._journal, config)
+            check_elementwise(optimizer, place)
+        self._context = context = _connect(group, config, place)
+        self._journal, self._watch, self._transport = context.journal, context.watch, context.transport
         with torch.no_grad():
-            self._units: list[Unit] = build_units(model, named, config, self._residency, self._transport, self._storage, self._journal,
-                                                  trains=optimizer is not None, init=init)  # fmt: skip
-            self._move_buffers()
+            self._units: list[Unit] = build_units(context, model, named, trains=optimizer is not None, init=init)
+            move_buffers(model, place)
         flats = [flat for unit in self._units for flat in unit.flats]
-        self._pieces = PieceOptimizer(optimizer, flats, self._journal) if optimizer is not None else None
         self._flats = [flat for flat in flats if flat.trainable]
-        self._passes = Passes(
-            model, self._units, self._residency, config, self._storage, self._journal, self._watch, trains=optimizer is not None
-        )
-        self._stepper = None
-        if self._pieces is not None:
-            self._stepper = Stepper(
-                config, self._residency, tuple(named), self._units, self._pieces, self._passes, self._transport, self._storage
-            )
+        self._passes = Passes(context, model, self._units, trains=optimizer is not None)
+        self._pieces = self._stepper = None
+        if optimizer is not None:
+            self._pieces = PieceOptimizer(optimizer, flats, self._journal)
+            self._stepper = Stepper(context, tuple(named), self._units, self._pieces, self._passes)
         self._handles = hooks.install(self._units, self._passes)
         self._journal.phase = self._watch.activity = "idle"
 
@@ -147,7 +143,8 @@ class Engine:
             )
         if not self._passes.tally.num_micro_batches:
             raise UsageError(
-                "engine.step: no micro-batch since the last step; call engine.backward(loss) first (engine.backward(None) for a rank without data)"
+                "engine.step: no micro-batch since the last step; "
+                "call engine.backward(loss) first (engine.backward(None) for a rank without data)"
             )
         self._journal.phase = self._watch.activity = "step"
         try:
@@ -237,7 +234,7 @@ class Engine:
 
     def describe(self) -> str:
         """Units and their sizes, what is partitioned, who owns which piece, and the convention in force."""
-        return describe.text(self.config, self._residency, self._transport, self._units, self._device)
+        return describe.text(self._context, self._units)
 
     def save(self, path: Path, *, extra: Mapping[str, Any] | None = None, schedulers: Sequence[Any] = ()) -> Path:
         """Not in this version."""
@@ -263,36 +260,30 @@ class Engine:
         self._watch.stop()
         self._transport.close()
 
-    def _move_buffers(self) -> None:
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self._device and buffer.device.type != "meta":
-                    module._buffers[name] = buffer.to(self._device)
-
 
 def _group_of(mesh: DeviceMesh | None) -> Any:
     if mesh is not None:
         if mesh.ndim != 1:
             raise ConfigError(
-                f"mesh: it has {mesh.ndim} axes {mesh.mesh_dim_names or ''}; one axis of data-parallel ranks is supported: pass mesh['axis']"
+                f"mesh: it has {mesh.ndim} axes {mesh.mesh_dim_names or ''}; "
+                f"one axis of data-parallel ranks is supported: pass mesh['axis']"
             )
         return mesh.get_group()
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def _connect(group: Any, journal: Journal, config: ZeroConfig) -> tuple[Watch, Transport]:
-    """The transport, and the watchdog over it."""
-    if group is None or dist.get_world_size(group) == 1:
-        return Watch(0, 1, None, ""), connect(None, Watch(0, 1, None, ""), journal, config.reduction)
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+def _connect(group: Any, config: ZeroConfig, device: torch.device) -> Context:
+    """Residency, memory, and the transport with the watchdog over it."""
+    journal = Journal()
+    num_ranks = 1 if group is None else dist.get_world_size(group)
     store: Any = None
     prefix = ""
-    if dist.get_backend(group) != "fake":
+    if num_ranks > 1 and dist.get_backend(group) != "fake":
         store = dist.distributed_c10d._get_default_store()
-        store = store.clone() if hasattr(store, "clone") else store
+        store = store.clone() if hasattr(store, "clone") else store  # a connection of its own: the watchdog's thread uses it
         ranks = "-".join(map(str, dist.get_process_group_ranks(group))) if num_ranks < dist.get_world_size() else "all"
-        prefix = f"shardbook/{ranks}/{store.add(f'shardbook/{ranks}/engines/{rank}', 1)}"
-    watch = Watch(rank, num_ranks, store, prefix)
+        prefix = f"shardbook/{ranks}/{store.add(f'shardbook/{ranks}/engines/{dist.get_rank(group)}', 1)}"
+    watch = Watch(dist.get_rank(group) if num_ranks > 1 else 0, num_ranks, store, prefix)
     transport = connect(group, watch, journal, config.reduction)
     watch.start(getattr(transport, "pairs", None))
-    return watch, transport
+    return Context(config, residency_of(config.stage), transport, Storage(device, journal), journal, watch)

@@ -139,7 +139,8 @@ def _checked_weight(weight: float, weighted: int, unweighted: int) -> float:
         )
     if not math.isfinite(weight) or weight <= 0:
         raise UsageError(
-            f"engine.step: the total weight of this step is {weight}; it must be positive, as the objective is the sum of losses over the sum of weights. The step was not applied"
+            f"engine.step: the total weight of this step is {weight}; it must be positive, as the objective is the sum of losses over "
+            f"the sum of weights. The step was not applied; give backward(None) to ranks without data, and skip a step that has none"
         )
     return weight
 

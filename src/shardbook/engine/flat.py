@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from shardbook.accounts import Account
 from shardbook.engine import numerics
-from shardbook.engine.comm import Channel, Pending, Transport
+from shardbook.engine.comm import Channel, Pending
+from shardbook.engine.context import Context
 from shardbook.engine.layout import FlatLayout, Span
 from shardbook.engine.policy import Types
-from shardbook.engine.residency import Residency
-from shardbook.engine.storage import Buffer, Storage, place
+from shardbook.engine.storage import Buffer, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +44,26 @@ class Piece:
 class Flat:
     """The parameters of one unit that share their types and are all trainable or all frozen."""
 
-    def __init__(self, unit: str, number: int, members: Sequence[Member], layout: FlatLayout, types: Types, *, trainable: bool, residency: Residency,
-                 transport: Transport, storage: Storage, adds_locally: bool, keep_shard: bool) -> None:  # fmt: skip
+    def __init__(
+        self, context: Context, unit: str, number: int, members: Sequence[Member], layout: FlatLayout, types: Types, *, trainable: bool
+    ) -> None:
         self.unit, self.members, self.types, self.trainable = unit, tuple(members), types, trainable
-        self._residency, self._transport, self._storage = residency, transport, storage
+        self._residency, self._transport, self._storage = context.residency, context.transport, context.storage
         self.layout = layout
         self.channel = Channel(number, unit if trainable else f"{unit} (frozen)")
-        self._first, self._end = self.layout.bounds(transport.rank)
-        has_shard = not residency.full_parameters and (types.master is None or keep_shard)
-        stays = residency.full_parameters
+        self._first, self._end = self.layout.bounds(self._transport.rank)
+        stays = self._residency.full_parameters
+        has_shard = not stays and (types.master is None or context.config.precision.keep_param_shard)
         self.full = self._buffer(Account.PARAM if stays else Account.GATHERED, types.param)
         self._views = [
             self.full.view(slot.offset, member.shape, member.stride) for slot, member in zip(self.layout.slots, members, strict=True)
         ]
         self.shard = self._buffer(Account.PARAM, types.param, sharded=True) if has_shard else None
-        self.master = self._buffer(Account.MASTER, types.master, sharded=not residency.full_optimizer) if types.master else None
+        self.master = self._buffer(Account.MASTER, types.master, sharded=not self._residency.full_optimizer) if types.master else None
         self.pieces: tuple[Piece, ...] = self._make_pieces() if trainable else ()
         self.has_gradient = [False] * len(members)  # in this step
         if trainable:
-            self._prepare_gradients(adds_locally)
+            self._prepare_gradients(context.adds_locally)
 
     # ---- parameters ---------------------------------------------------------------------------------------------------
 

@@ -20,26 +20,31 @@ from shardbook.errors import ShardedReadError
 _AWAY = 1 << 30  # added to the version counter while the memory is away
 
 
+_PROPERTIES = (
+    "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "names", "_version", "output_nr",
+    "nbytes", "itemsize", "retains_grad", "name", "_base", "_grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr",
+    "is_quantized", "is_mkldnn", "is_mps", "is_xla", "is_xpu", "is_nested", "is_ipu", "is_vulkan", "is_mtia", "is_maia", "is_hpu",
+    "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous",
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device", "dim_order", "is_same_size", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "new_empty", "new_zeros", "new_ones", "new_full",
+    "new_empty_strided", "__hash__", "__len__",
+)  # fmt: skip
+_FUNCTIONS = (
+    "numel", "is_floating_point", "is_complex", "is_signed", "is_same_size", "empty_like", "zeros_like", "ones_like", "full_like",
+    "rand_like", "randn_like", "randint_like",
+)  # fmt: skip
+
+
 def _metadata_functions() -> frozenset[Any]:
     """Torch functions that need no value: getters of metadata, and factories that copy only shape and type."""
-    properties = ("shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "names", "_version", "output_nr",
-                  "nbytes", "itemsize", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_mps", "is_xla", "is_xpu",
-                  "is_nested", "is_ipu", "is_vulkan", "is_mtia", "is_maia", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_grad",
-                  "name", "is_ort", "is_hpu", "volatile", "_base", "_python_dispatch")  # fmt: skip
-    found: set[Any] = set()
-    for name in properties:
-        descriptor: Any = getattr(torch.Tensor, name, None)
-        if hasattr(descriptor, "__get__"):
-            found.update((descriptor.__get__, getattr(descriptor, "__set__", None), getattr(descriptor, "__delete__", None)))
-    methods = ("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex",
-               "is_signed", "is_inference", "get_device", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
-               "dim_order", "is_same_size", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "__hash__", "__len__")  # fmt: skip
-    found.update(getattr(torch.Tensor, name, None) for name in methods)
-    functions = ("numel", "is_floating_point", "is_complex", "is_signed", "is_same_size", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
-                 "randn_like", "randint_like")  # fmt: skip
-    found.update(getattr(torch, name, None) for name in functions)
-    found.discard(None)
-    return frozenset(found)
+    descriptors: list[Any] = [getattr(torch.Tensor, name, None) for name in _PROPERTIES]
+    found: set[Any] = {getattr(descriptor, access, None) for descriptor in descriptors for access in ("__get__", "__set__", "__delete__")}
+    found.update(getattr(torch.Tensor, name, None) for name in _METHODS)
+    found.update(getattr(torch, name, None) for name in _FUNCTIONS)
+    return frozenset(found - {None})
 
 
 _METADATA = _metadata_functions()
@@ -99,7 +104,8 @@ class Guard:
         def describe(parameter: nn.Parameter) -> str:
             with torch._C.DisableTorchFunctionSubclass():
                 shape, dtype, device = tuple(parameter.shape), parameter.dtype, parameter.device
-            return f"ShardedParameter(name={names.get(id(parameter), '?')!r}, shape={shape}, dtype={dtype}, device={device}, values not gathered)"
+            name = names.get(id(parameter), "?")
+            return f"ShardedParameter(name={name!r}, shape={shape}, dtype={dtype}, device={device}, values not gathered)"
 
         def on_read(parameter: nn.Parameter, what: str) -> None:
             if not complete():

@@ -60,7 +60,8 @@ class PieceOptimizer:
     def _refuse_direct_step(self, *_: Any) -> None:
         if not self._stepping:
             raise UsageError(
-                "this optimizer belongs to an engine: call engine.step() instead of optimizer.step(); it reduces, scales, clips and then steps"
+                "this optimizer belongs to an engine: call engine.step() instead of optimizer.step(); "
+                "it reduces, scales, clips and then steps"
             )
 
     def _book(self) -> None:
@@ -126,7 +127,7 @@ def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
             ) from error
         if not torch.equal(whole.view(-1), torch.cat(parts)):
             raise ConfigError(
-                f"optimizer: {name} (group {number}) is not element-wise: a parameter stepped in two parts comes out different from the same parameter stepped whole, "
+                f"optimizer: {name} (group {number}) is not element-wise: a parameter stepped in two parts comes out different from one stepped whole, "
                 f"so its update would depend on the number of ranks; use an element-wise optimizer such as torch.optim.AdamW"
             )
 

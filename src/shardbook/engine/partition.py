@@ -67,7 +67,8 @@ def _chosen(modules: dict[str, nn.Module], wanted: Sequence[str | type[nn.Module
             known = sorted({type(module).__name__ for name, module in modules.items() if name} | {name for name in modules if name})
             near = get_close_matches(shown, known, n=3) or known[:5]
             raise ConfigError(
-                f"ZeroConfig.units: {shown!r} matches no module of the model; nearest: {', '.join(near)}. Give a class, a class name or a module name (patterns allowed), or None to find the blocks"
+                f"ZeroConfig.units: {shown!r} matches no module of the model; nearest: {', '.join(near)}. "
+                f"Give a class, a class name or a module name (patterns allowed), or None to find the blocks"
             )
         chosen |= matches
     return chosen

@@ -13,16 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shardbook.accounts import Account
-from shardbook.config import ZeroConfig
 from shardbook.engine import hooks
+from shardbook.engine.context import Context
 from shardbook.engine.exchange import Tally
-from shardbook.engine.journal import Journal
 from shardbook.engine.policy import DTYPES
-from shardbook.engine.residency import Residency
 from shardbook.engine.schedule import GatherOrder, ReduceOrder
-from shardbook.engine.storage import Storage
 from shardbook.engine.unit import Presence, Served, Unit
-from shardbook.engine.watch import Watch
 from shardbook.errors import UsageError
 
 
@@ -39,25 +35,16 @@ class _MicroBatch:
 class Passes:
     """See the file's header. ``forward_order`` and its two siblings are agreed between ranks at each step, by the step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        residency: Residency,
-        config: ZeroConfig,
-        storage: Storage,
-        journal: Journal,
-        watch: Watch,
-        *,
-        trains: bool,
-    ) -> None:
+    def __init__(self, context: Context, model: nn.Module, units: Sequence[Unit], *, trains: bool) -> None:
         self.tally = Tally()
         self.forward_order, self.backward_order = GatherOrder(), GatherOrder()
         self.reduce_order = _first_reduce_order(units)
         self.loss_scale = 1.0
         self.in_backward = False
-        self._units, self._residency, self._config, self._journal, self._watch = tuple(units), residency, config, journal, watch
-        self._storage, self._trains = storage, trains
+        self._context, self._config, self._residency = context, context.config, context.residency
+        self._journal, self._watch = context.journal, context.watch
+        self._units = tuple(units)
+        self._trains = trains
         self._micro_batch: _MicroBatch | None = None
         self._depth = 0
         self._is_reduced = False  # everything of this step that has landed so far
@@ -197,7 +184,7 @@ class Passes:
             gradient = parameter.grad
             parameter.grad = None
             assert gradient is not None
-            if unit.land(flat_index, index, gradient, adds_locally=self._adds_locally):
+            if unit.land(flat_index, index, gradient, adds_locally=self._context.adds_locally):
                 self._complete(unit)
 
     def _begin_backward(self) -> None:
@@ -273,7 +260,7 @@ class Passes:
         """
         with torch.no_grad():
             served: list[Served] = []
-            sink = self._storage.buffer(
+            sink = self._context.storage.buffer(
                 Account.COMM, "root", max(flat.full.nbytes for unit in self._units for flat in unit.flats), torch.uint8
             )
             if not self._residency.full_parameters:
@@ -331,10 +318,6 @@ class Passes:
         self._journal.phase = self._watch.activity = "idle"
 
     @property
-    def _adds_locally(self) -> bool:
-        return self._residency.full_gradients and self._config.accumulate > 1
-
-    @property
     def _reduces_now(self) -> bool:
         """Whether this micro-batch's gradients go to their owners in this backward."""
         if not self._residency.full_gradients:
@@ -346,7 +329,8 @@ class Passes:
         """Whether the step takes another micro-batch."""
         if not self._trains:
             raise UsageError(
-                "this engine was built without an optimizer and trains nothing: evaluate under torch.no_grad(), or build it with an optimizer"
+                "this engine was built without an optimizer and trains nothing: "
+                "evaluate under torch.no_grad(), or build it with an optimizer"
             )
         if self._is_reduced and self._residency.full_gradients:
             raise UsageError("engine.backward: the last micro-batch of this step has been reduced already; call engine.step()")

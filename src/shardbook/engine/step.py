@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from shardbook.accounts import Account
-from shardbook.config import ZeroConfig
 from shardbook.engine import numerics
-from shardbook.engine.comm import Collectives, Transport
+from shardbook.engine.comm import Collectives
+from shardbook.engine.context import Context
 from shardbook.engine.exchange import Totals, add_up, assumed, pack, to_fp32
 from shardbook.engine.optimizer import PieceOptimizer
 from shardbook.engine.passes import Passes
 from shardbook.engine.report import StepReport
-from shardbook.engine.residency import Residency
-from shardbook.engine.storage import Storage, is_memory_known
+from shardbook.engine.storage import is_memory_known
 from shardbook.engine.unit import Unit
 from shardbook.errors import DivergenceError
 
@@ -27,12 +26,12 @@ _log = logging.getLogger("shardbook")
 class Stepper:
     """Makes the step out of what the passes have left: reduced gradients, a tally, and orders to agree on."""
 
-    def __init__(self, config: ZeroConfig, residency: Residency, names: Sequence[str], units: Sequence[Unit], pieces: PieceOptimizer,
-                 passes: Passes, transport: Transport, storage: Storage) -> None:  # fmt: skip
-        self._config, self._residency, self._names, self._units = config, residency, tuple(names), tuple(units)
+    def __init__(self, context: Context, names: Sequence[str], units: Sequence[Unit], pieces: PieceOptimizer, passes: Passes) -> None:
+        self._config, self._residency = context.config, context.residency
+        self._transport, self._storage = context.transport, context.storage
+        self._names, self._units, self._pieces, self._passes = tuple(names), tuple(units), pieces, passes
         self._flats = [flat for unit in units for flat in unit.flats if flat.trainable]
-        self._pieces, self._passes, self._transport, self._storage = pieces, passes, transport, storage
-        scale: Any = config.effective_loss_scale
+        scale: Any = context.config.effective_loss_scale
         self._loss_scale = LossScale(2.0**16, dynamic=True) if scale == "dynamic" else LossScale(float(scale), dynamic=False)
         passes.loss_scale = self._loss_scale.value
 
@@ -69,7 +68,8 @@ class Stepper:
             totals = assumed(passes.tally, has_gradient, self._transport.num_ranks, len(orders))
         if totals.mismatch:
             raise DivergenceError(
-                "ranks took part in one collective with different operations (the headers differ); all ranks must enter the same units in each step"
+                "ranks took part in one collective with different operations (the headers differ); "
+                "all ranks must enter the same units in each step"
             )
         for order, agreed in zip(orders, totals.orders_agree, strict=True):
             order.settle(agreed=agreed)

@@ -18,11 +18,10 @@ from enum import Enum, auto
 
 from torch import Tensor, nn
 
-from shardbook.engine.comm import Pending, Transport
+from shardbook.engine.comm import Pending
+from shardbook.engine.context import Context
 from shardbook.engine.flat import Flat, Member
 from shardbook.engine.guard import Guard
-from shardbook.engine.journal import Journal
-from shardbook.engine.residency import Residency
 from shardbook.engine.storage import Buffer
 from shardbook.errors import UsageError
 
@@ -51,10 +50,11 @@ class Served:
 class Unit:
     """See the file's header. ``modules`` are those whose forward needs the unit; ``ancestors`` the units around it."""
 
-    def __init__(self, index: int, name: str, modules: Sequence[nn.Module], flats: Sequence[Flat], residency: Residency, transport: Transport,
-                 journal: Journal, ancestors: Sequence[int]) -> None:  # fmt: skip
+    def __init__(
+        self, context: Context, index: int, name: str, modules: Sequence[nn.Module], flats: Sequence[Flat], ancestors: Sequence[int]
+    ) -> None:
         self.index, self.name, self.modules, self.flats, self.ancestors = index, name, tuple(modules), tuple(flats), frozenset(ancestors)
-        self._residency, self._transport, self._journal = residency, transport, journal
+        self._residency, self._transport, self._journal = context.residency, context.transport, context.journal
         self._trainable = tuple(flat for flat in flats if flat.trainable)
         guarded = [(member.name, member.parameter, flat.trainable) for flat in flats for member in flat.members]
         self._guard = Guard(name, guarded, self._complete_on_read)
@@ -169,8 +169,9 @@ class Unit:
         flat, landed = self._trainable[flat_index], self._landed[flat_index]
         if self.reduced:
             raise UsageError(
-                f"a gradient for {flat.members[index].name!r} arrived after unit {self.name!r} had been reduced in this micro-batch: the unit takes part in "
-                f"two backward passes (reentrant checkpoints do that); use torch.utils.checkpoint with use_reentrant=False, or one checkpoint around the unit"
+                f"a gradient for {flat.members[index].name!r} arrived after unit {self.name!r} had been reduced in this micro-batch: "
+                f"the unit takes part in two backward passes (reentrant checkpoints do that); use torch.utils.checkpoint with "
+                f"use_reentrant=False, or one checkpoint around the unit"
             )
         again = landed[index] or (adds_locally and flat.has_gradient[index])
         flat.land(index, gradient, add=again)

@@ -122,7 +122,8 @@ class Watch:
             who = f"rank {peer}" if peer is not None else "another rank"
             self._verdict = RankLostError(
                 f"rank {self.rank}: {who} has gone (its connection closed) while this rank was in {label} during {self.activity}{seen}. "
-                f"A process that was killed leaves no traceback: look for its signal (-9 is often the out-of-memory killer). ({_first_line(error)})"
+                f"A process that was killed leaves no traceback: look for its signal (-9 is often the out-of-memory killer). "
+                f"({_first_line(error)})"
             )
         self._announce(self._verdict)
         return self._verdict
@@ -166,7 +167,8 @@ class Watch:
             return None
         lines = [f"rank {rank} waits in {waits} for rank {other}, which has not posted it" for rank, waits, other, _ in cycle]
         return DivergenceError(
-            f"ranks have committed to operations that can never meet: {'; '.join(lines)}. All ranks must enter the same units, with as many "
+            f"ranks have committed to operations that can never meet: {'; '.join(lines)}. "
+            f"All ranks must enter the same units, with as many "
             f"micro-batches (engine.backward(None) for an empty one), in each step"
         )
 

@@ -1,0 +1,27 @@
+"""What all parts of one engine share: what it was told, and where it allocates, sends and reports."""
+
+from dataclasses import dataclass
+
+from shardbook.config import ZeroConfig
+from shardbook.engine.comm import Transport
+from shardbook.engine.journal import Journal
+from shardbook.engine.residency import Residency
+from shardbook.engine.storage import Storage
+from shardbook.engine.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Made once, when the engine is built."""
+
+    config: ZeroConfig
+    residency: Residency
+    transport: Transport
+    storage: Storage
+    journal: Journal
+    watch: Watch
+
+    @property
+    def adds_locally(self) -> bool:
+        """Whether a rank adds several micro-batches itself before their gradients are reduced."""
+        return self.residency.full_gradients and self.config.accumulate > 1

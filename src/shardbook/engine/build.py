@@ -15,7 +15,7 @@ from shardbook.engine.context import Context
 from shardbook.engine.flat import Flat, Member
 from shardbook.engine.guard import is_guarded
 from shardbook.engine.hooks import is_taken
-from shardbook.engine.layout import FlatLayout, lay_out
+from shardbook.engine.layout import lay_out
 from shardbook.engine.partition import Part, partition
 from shardbook.engine.policy import Policy, Types
 from shardbook.engine.storage import Buffer, Storage, is_memory_known, place
@@ -49,57 +49,93 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def build_units(
-    context: Context, model: nn.Module, named: dict[str, nn.Parameter], *, trains: bool, init: Callable[[nn.Module], None] | None
+    context: Context,
+    model: nn.Module,
+    named: dict[str, nn.Parameter],
+    policy: Policy,
+    *,
+    trains: bool,
+    init: Callable[[nn.Module], None] | None,
 ) -> list[Unit]:
     """Every unit, with its memory and its initial values; the root first."""
-    config, transport, storage = context.config, context.transport, context.storage
     on_meta = [name for name, parameter in named.items() if parameter.device.type == "meta"]
-    if on_meta and init is None and storage.device.type != "meta":
+    if on_meta and init is None and context.storage.device.type != "meta":
         raise ConfigError(
             f"model: parameter {on_meta[0]!r} is on the meta device and no init= was given; "
             f"pass init=, which initialises one unit's modules in place"
         )
-    policy = Policy(config.precision, named.items())
-    parts = partition(model, config.units)
+    parts = partition(model, context.config.units)
     plan = [_group(part, policy, trains=trains) for part in parts]
-    _check_same_model(plan, transport, storage)
+    _check_same_model(plan, context.transport, context.storage)
     numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
-    count = 0
     units: list[Unit] = []
-    _fake_meta_parameters(model, storage.device)
+    _fake_meta_parameters(model, context.storage.device)
     for index, (part, groups) in enumerate(zip(parts, plan, strict=True)):
-        layouts = [
-            lay_out([(name, parameter.numel()) for name, parameter in members], transport.num_ranks, transport.header_numel)
-            for members in groups.values()
+        flats = [
+            _make_flat(
+                context,
+                part.name,
+                [_member(name, parameter, numbers[id(parameter)]) for name, parameter in members],
+                types,
+                trainable=trainable,
+            )
+            for (types, trainable), members in groups.items()
         ]
-        sources = [
-            storage.buffer(Account.WORKSPACE, part.name, layout.numel, types.source)
-            for (types, _), layout in zip(groups, layouts, strict=True)
-        ]
+        sources = [context.storage.buffer(Account.WORKSPACE, part.name, flat.layout.numel, flat.types.source) for flat in flats]
         if any(parameter.device.type == "meta" for _, parameter in part.parameters) or (index == 0 and on_meta):
-            for members, source, layout in zip(groups.values(), sources, layouts, strict=True):
-                _materialise(members, source, layout)
+            for flat, source in zip(flats, sources, strict=True):
+                _materialise(flat, source)
             if init is not None:
-                _initialise(model, part, init, storage.device)
-        flats: list[Flat] = []
-        for source, layout, ((types, trainable), members) in zip(sources, layouts, groups.items(), strict=True):
-            adopted = [
-                Member(name, parameter, numbers[id(parameter)], tuple(parameter.shape), _stride(parameter)) for name, parameter in members
-            ]
-            flat = Flat(context, part.name, count, adopted, layout, types, trainable=trainable)
+                _initialise(model, part, init, context.storage.device)
+        for flat, source in zip(flats, sources, strict=True):
             _load(source, flat)
-            _synchronise(source, flat, transport, config.init_sync)
+            _synchronise(source, flat, context.transport, context.config.init_sync)
             flat.adopt(source.tensor)
             source.give_back()
-            flats.append(flat)
-            count += 1
         units.append(Unit(context, index, part.name, part.modules, flats, part.ancestors))
         units[-1].release()
-    if count > _MAX_FLATS:
-        raise ConfigError(
-            f"ZeroConfig.units: {count} flat buffers; at most {_MAX_FLATS} can be told apart in messages: choose larger units"
-        )
     return units
+
+
+def thaw(context: Context, unit: Unit, policy: Policy) -> list[Flat]:
+    """Give the unit's frozen parameters that require a gradient now what a trained one has; returns the new flat buffers.
+
+    The unit's parameters are here. All ranks do this together. The master begins from the type the frozen values had.
+    """
+    flats, fresh = list(unit.flats), []
+    for position, flat in enumerate(unit.flats):
+        groups: dict[tuple[Types, bool], list[Member]] = {}
+        for member in flat.members:
+            thawed = not flat.trainable and member.parameter.requires_grad
+            types = policy.types(member.name, member.parameter, trainable=True) if thawed else flat.types
+            groups.setdefault((types, thawed), []).append(member)
+        if not any(thawed for _, thawed in groups):
+            continue
+        replaced: list[Flat] = []
+        for (types, thawed), members in groups.items():
+            made = _make_flat(context, unit.name, members, types, trainable=thawed)
+            source = context.storage.buffer(Account.WORKSPACE, unit.name, made.layout.numel, types.param)
+            _load(source, made)
+            made.adopt(source.tensor)
+            source.give_back()
+            (fresh if thawed else replaced).append(made)
+        flats[position : position + 1] = replaced
+        flat.give_back()
+    unit.hold([*flats, *fresh])
+    return fresh
+
+
+def _make_flat(context: Context, unit: str, members: Sequence[Member], types: Types, *, trainable: bool) -> Flat:
+    number = context.next_channel()
+    if number >= _MAX_FLATS:
+        raise ConfigError(f"ZeroConfig.units: more than {_MAX_FLATS} flat buffers can't be told apart in messages; choose larger units")
+    sizes = [(member.name, member.parameter.numel()) for member in members]
+    layout = lay_out(sizes, context.transport.num_ranks, context.transport.header_numel)
+    return Flat(context, unit, number, members, layout, types, trainable=trainable)
+
+
+def _member(name: str, parameter: nn.Parameter, number: int) -> Member:
+    return Member(name, parameter, number, tuple(parameter.shape), _stride(parameter))
 
 
 def _group(part: Part, policy: Policy, *, trains: bool) -> dict[tuple[Types, bool], list[tuple[str, nn.Parameter]]]:
@@ -164,12 +200,12 @@ def _synchronise(source: Buffer, flat: Flat, transport: Transport, how: str) -> 
             )
 
 
-def _materialise(members: Sequence[tuple[str, nn.Parameter]], source: Buffer, layout: FlatLayout) -> None:
+def _materialise(flat: Flat, source: Buffer) -> None:
     """Parameters that were built on the meta device become views of ``source``."""
-    for (_, parameter), slot in zip(members, layout.slots, strict=True):
-        if parameter.device.type == "meta":
-            place(parameter, source.view(slot.offset, tuple(parameter.shape), _stride(parameter)))
-            _spoil(parameter)
+    for member, slot in zip(flat.members, flat.layout.slots, strict=True):
+        if member.parameter.device.type == "meta":
+            place(member.parameter, source.view(slot.offset, member.shape, member.stride))
+            _spoil(member.parameter)
 
 
 def _initialise(model: nn.Module, part: Part, init: Callable[[nn.Module], None], device: torch.device) -> None:

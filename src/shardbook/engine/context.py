@@ -10,7 +10,7 @@ from shardbook.engine.storage import Storage
 from shardbook.engine.watch import Watch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Context:
     """Made once, when the engine is built."""
 
@@ -20,6 +20,12 @@ class Context:
     storage: Storage
     journal: Journal
     watch: Watch
+    num_channels: int = 0
+
+    def next_channel(self) -> int:
+        """The number of the next flat buffer: the same on all ranks, as all make them in the same order."""
+        self.num_channels += 1
+        return self.num_channels - 1
 
     @property
     def adds_locally(self) -> bool:

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardbook.config import ZeroConfig
 from shardbook.engine import describe, hooks
-from shardbook.engine.build import build_units, check_model, choose_device, move_buffers
+from shardbook.engine.build import build_units, check_model, choose_device, move_buffers, thaw
 from shardbook.engine.comm import connect
 from shardbook.engine.context import Context
 from shardbook.engine.journal import Journal
 from shardbook.engine.optimizer import PieceOptimizer, check_elementwise, check_groups
 from shardbook.engine.passes import Passes
+from shardbook.engine.policy import Policy
 from shardbook.engine.report import StepReport
 from shardbook.engine.residency import residency_of
 from shardbook.engine.step import Stepper
@@ -74,14 +75,13 @@ class Engine:
         self._context = context = _connect(group, config, place)
         self._journal, self._watch, self._transport = context.journal, context.watch, context.transport
         with torch.no_grad():
-            self._units: list[Unit] = build_units(context, model, named, trains=optimizer is not None, init=init)
+            self._policy = Policy(config.precision, named.items())
+            self._units = build_units(context, model, named, self._policy, trains=optimizer is not None, init=init)
             move_buffers(model, place)
-        flats = [flat for unit in self._units for flat in unit.flats]
-        self._flats = [flat for flat in flats if flat.trainable]
-        self._passes = Passes(context, model, self._units, trains=optimizer is not None)
+        self._passes = Passes(context, model, self._units, self._thaw, trains=optimizer is not None)
         self._pieces = self._stepper = None
         if optimizer is not None:
-            self._pieces = PieceOptimizer(optimizer, flats, self._journal)
+            self._pieces = PieceOptimizer(optimizer, [flat for unit in self._units for flat in unit.flats], self._journal)
             self._stepper = Stepper(context, tuple(named), self._units, self._pieces, self._passes)
         self._handles = hooks.install(self._units, self._passes)
         self._journal.phase = self._watch.activity = "idle"
@@ -200,7 +200,7 @@ class Engine:
             raise UsageError("engine.grads: there are no gradients before engine.backward, and none after engine.step")
         with torch.no_grad():
             self._passes.finish()
-        yield {piece.member.name: flat.gradient_of(piece) for flat in self._flats for piece in flat.pieces}
+        yield {piece.member.name: flat.gradient_of(piece) for unit in self._units for flat in unit.flats for piece in flat.pieces}
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) on rank 0, one unit gathered at a time; the other ranks iterate as well and get nothing."""
@@ -259,6 +259,22 @@ class Engine:
             self._pieces.close()
         self._watch.stop()
         self._transport.close()
+
+    def _thaw(self, unit: Unit) -> None:
+        """Train parameters of the unit that were frozen when the engine was built. All ranks come here together."""
+        assert self._pieces is not None
+        for flat, _, member in unit.members:
+            if not flat.trainable and member.parameter.requires_grad and not self._pieces.knows(member.parameter):
+                raise ConfigError(
+                    f"optimizer: parameter {member.name!r} requires a gradient now and is in no parameter group; "
+                    f"build the optimizer on it as well (a frozen parameter in a group costs nothing)"
+                )
+        unit.wait()
+        num_before = sum(flat.trainable for flat in unit.flats)
+        fresh = thaw(self._context, unit, self._policy)
+        self._pieces.add(fresh, {})
+        self._handles += hooks.install_landing(unit, self._passes, first=num_before)
+        unit.release()
 
 
 def _group_of(mesh: DeviceMesh | None) -> Any:

@@ -5,6 +5,7 @@ non-finite parameter | micro-batches, of them with and without a weight, of them
 parameter (has a gradient), 32 to a word. The first part may live on the device; the rest is known on the host.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -146,4 +147,5 @@ def _checked_weight(weight: float, weighted: int, unweighted: int) -> float:
 
 
 def to_fp32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    """Rounded to fp32 (infinite beyond its range), without a tensor: nothing here reads from a device."""
+    return ctypes.c_float(value).value

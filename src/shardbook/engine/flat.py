@@ -193,6 +193,12 @@ class Flat:
         spans = self.layout.spans(self._transport.rank)
         return [(self.members[span.slot], span, grad[span.offset : span.offset + span.numel]) for span in spans]
 
+    def give_back(self) -> None:
+        """Free all memory: other buffers hold these parameters from now on."""
+        for buffer in (self.full, self.shard, self.master):
+            if buffer is not None:
+                buffer.give_back()
+
     def forget_gradients(self) -> None:
         """After the step nothing of the gradients is left."""
         for piece in self.pieces:

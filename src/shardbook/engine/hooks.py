@@ -58,10 +58,19 @@ def install(units: list[Unit], callbacks: Callbacks) -> list[Any]:
             handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             # recomputation ends a forward early by an exception: the unit must be left all the same
             handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
-        for flat_index, flat in enumerate(flat for flat in unit.flats if flat.trainable):
-            for index, member in enumerate(flat.members):
-                handles.append(member.parameter.register_post_accumulate_grad_hook(_Land(callbacks, unit, flat_index, index)))
+        handles.extend(install_landing(unit, callbacks))
     return handles
+
+
+def install_landing(unit: Unit, callbacks: Callbacks, *, first: int = 0) -> list[Any]:
+    """Hook the gradients of the unit's trainable flat buffers, from number ``first`` on."""
+    trainable = [flat for flat in unit.flats if flat.trainable]
+    return [
+        member.parameter.register_post_accumulate_grad_hook(_Land(callbacks, unit, flat_index, index))
+        for flat_index, flat in enumerate(trainable)
+        if flat_index >= first
+        for index, member in enumerate(flat.members)
+    ]
 
 
 def is_taken(module: nn.Module) -> bool:

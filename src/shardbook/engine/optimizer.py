@@ -27,19 +27,30 @@ class PieceOptimizer:
         self._stepping = False
         self._booked: dict[str, int] = {}
         self._num_states = -1
-        pieces = {id(piece.member.parameter): (piece, flat) for flat in flats for piece in flat.pieces}
-        self._units = {id(piece.parameter): flat.unit for flat in flats for piece in flat.pieces}
+        self._units: dict[int, str] = {}
+        self._groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         state: dict[Any, Any] = optimizer.state
         old_state = dict(state)
         state.clear()
         for group in optimizer.param_groups:
-            mine = [pieces[id(parameter)][0] for parameter in group["params"] if id(parameter) in pieces]
-            for piece in mine:
-                if piece.member.parameter in old_state:
-                    state[piece.parameter] = _cut_state(old_state[piece.member.parameter], piece)
-            group["params"] = [piece.parameter for piece in mine]
+            group["params"] = []
+        self.add(flats, old_state)
         self._handle = optimizer.register_step_pre_hook(self._refuse_direct_step)
         self._book()
+
+    def add(self, flats: Sequence[Flat], state: Mapping[Any, Any]) -> None:
+        """Step on the pieces of these flat buffers as well, each in its parameter's group, going on from ``state``."""
+        order = {key: position for position, key in enumerate(self._groups)}
+        pieces = [(piece, flat.unit) for flat in flats for piece in flat.pieces]
+        for piece, unit in sorted(pieces, key=lambda pair: order[id(pair[0].member.parameter)]):
+            self._units[id(piece.parameter)] = unit
+            self._groups[id(piece.member.parameter)]["params"].append(piece.parameter)
+            if piece.member.parameter in state:
+                self._optimizer.state[piece.parameter] = _cut_state(state[piece.member.parameter], piece)
+
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer was built on the parameter, trained or not."""
+        return id(parameter) in self._groups
 
     def step(self) -> None:
         """One step on all pieces that have a gradient."""
@@ -127,8 +138,8 @@ def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
             ) from error
         if not torch.equal(whole.view(-1), torch.cat(parts)):
             raise ConfigError(
-                f"optimizer: {name} (group {number}) is not element-wise: a parameter stepped in two parts comes out different from one stepped whole, "
-                f"so its update would depend on the number of ranks; use an element-wise optimizer such as torch.optim.AdamW"
+                f"optimizer: {name} (group {number}) is not element-wise: a parameter stepped in two parts comes out different from one "
+                f"stepped whole, so its update would depend on the number of ranks; use an element-wise optimizer such as torch.optim.AdamW"
             )
 
 

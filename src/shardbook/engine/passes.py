@@ -5,7 +5,7 @@ seen so far) and decides. How a unit does it is `unit`'s, in which order is `sch
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class _MicroBatch:
 class Passes:
     """See the file's header. ``forward_order`` and its two siblings are agreed between ranks at each step, by the step."""
 
-    def __init__(self, context: Context, model: nn.Module, units: Sequence[Unit], *, trains: bool) -> None:
+    def __init__(self, context: Context, model: nn.Module, units: Sequence[Unit], thaw: Callable[[Unit], None], *, trains: bool) -> None:
         self.tally = Tally()
         self.forward_order, self.backward_order = GatherOrder(), GatherOrder()
         self.reduce_order = _first_reduce_order(units)
@@ -44,7 +44,7 @@ class Passes:
         self._context, self._config, self._residency = context, context.config, context.residency
         self._journal, self._watch = context.journal, context.watch
         self._units = tuple(units)
-        self._trains = trains
+        self._trains, self._thaw = trains, thaw
         self._micro_batch: _MicroBatch | None = None
         self._depth = 0
         self._is_reduced = False  # everything of this step that has landed so far
@@ -161,9 +161,21 @@ class Passes:
             for unit in self._units:
                 unit.in_use = 0
             self._release_all()
+            if self._trains and not self.tally.num_micro_batches and torch.is_grad_enabled():
+                self._thaw_units()
             self._journal.phase = "forward"
             self.forward_order.begin()
         self._depth += 1
+
+    def _thaw_units(self) -> None:
+        """Frozen parameters that require a gradient since the last step are trained from now on."""
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = [(unit, member) for unit in self._units for flat in unit.flats if not flat.trainable for member in flat.members]
+            thawed = {unit.index: unit for unit, member in frozen if member.parameter.requires_grad}
+        for unit in thawed.values():
+            self._thaw(unit)
+        if thawed:
+            self.reduce_order = _first_reduce_order(self._units)
 
     def _end_forward(self) -> None:
         self._depth -= 1

@@ -13,6 +13,7 @@ from shardbook.engine import numerics
 from shardbook.engine.comm import Collectives
 from shardbook.engine.context import Context
 from shardbook.engine.exchange import Totals, add_up, assumed, pack, to_fp32
+from shardbook.engine.flat import Flat
 from shardbook.engine.optimizer import PieceOptimizer
 from shardbook.engine.passes import Passes
 from shardbook.engine.report import StepReport
@@ -30,7 +31,6 @@ class Stepper:
         self._config, self._residency = context.config, context.residency
         self._transport, self._storage = context.transport, context.storage
         self._names, self._units, self._pieces, self._passes = tuple(names), tuple(units), pieces, passes
-        self._flats = [flat for unit in units for flat in unit.flats if flat.trainable]
         scale: Any = context.config.effective_loss_scale
         self._loss_scale = LossScale(2.0**16, dynamic=True) if scale == "dynamic" else LossScale(float(scale), dynamic=False)
         passes.loss_scale = self._loss_scale.value
@@ -50,6 +50,10 @@ class Stepper:
         self._passes.loss_scale = self._loss_scale.value
         return StepReport(applied=totals.is_finite, loss=totals.loss, weight=totals.weight, grad_norm=norm, clip_factor=clip_factor,
                           learning_rates=rates, loss_scale=loss_scale, nonfinite=nonfinite)  # fmt: skip
+
+    @property
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self._units for flat in unit.flats if flat.trainable]
 
     def _exchange(self) -> Totals:
         """The step's one exchange between ranks, and its one read from the device."""

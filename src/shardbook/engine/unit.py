@@ -53,11 +53,8 @@ class Unit:
     def __init__(
         self, context: Context, index: int, name: str, modules: Sequence[nn.Module], flats: Sequence[Flat], ancestors: Sequence[int]
     ) -> None:
-        self.index, self.name, self.modules, self.flats, self.ancestors = index, name, tuple(modules), tuple(flats), frozenset(ancestors)
+        self.index, self.name, self.modules, self.ancestors = index, name, tuple(modules), frozenset(ancestors)
         self._residency, self._transport, self._journal = context.residency, context.transport, context.journal
-        self._trainable = tuple(flat for flat in flats if flat.trainable)
-        guarded = [(member.name, member.parameter, flat.trainable) for flat in flats for member in flat.members]
-        self._guard = Guard(name, guarded, self._complete_on_read)
         self._arriving: list[Pending] = []
         self._reducing: list[Pending] = []
         self._returning: list[Pending] = []
@@ -69,6 +66,14 @@ class Unit:
         self.is_closed = False  # in this micro-batch: no further gradient will come
         self.num_calls = 0  # forwards since the last backward that a backward can come back to
         self.num_returns = 0  # of them, those it has come back to
+        self.hold(flats)
+
+    def hold(self, flats: Sequence[Flat]) -> None:
+        """Take these flat buffers, whose parameters are HERE."""
+        self.flats = tuple(flats)
+        self._trainable = tuple(flat for flat in flats if flat.trainable)
+        guarded = [(member.name, member.parameter, flat.trainable) for flat in flats for member in flat.members]
+        self._guard = Guard(self.name, guarded, self._complete_on_read)
         self._landed = [[False] * len(flat.members) for flat in self._trainable]  # in this micro-batch
         self._num_missing = self._num_members = sum(len(flat.members) for flat in self._trainable)
 

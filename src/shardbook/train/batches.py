@@ -60,4 +60,4 @@ class Batches:
     def _stack(self, windows: list[int]) -> tuple[Tensor, Tensor]:
         rows = [bytearray(self.content[window * self.sequence : (window + 1) * self.sequence + 1]) for window in windows]
         tokens = torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in rows]).long()
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return tokens[:, :-1].clone(), tokens[:, 1:].clone()  # contiguous() would share the memory of a single row

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardbook.document import RunDocument, write_atomically
@@ -17,7 +18,8 @@ RUN_FILE = "run.json"
 def run_request(request: Mapping[str, Mapping[str, Any]], *, as_json: bool) -> int:
     """:func:`run` with a recipe that came from another process, as :meth:`Recipe.request` wrote it."""
     recipe = build_recipe({}, {name: Sourced(value=given["value"], origin=given["origin"]) for name, given in request.items()})
-    return run(recipe, find_world(os.environ) or ALONE, as_json=as_json)
+    world = find_world(os.environ) or ALONE
+    return run(recipe, replace(world, started_by="shardbook"), as_json=as_json)  # elastic's variables are torchrun's
 
 
 def run(recipe: Recipe, world: World, *, as_json: bool) -> int:

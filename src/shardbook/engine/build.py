@@ -102,26 +102,26 @@ def thaw(context: Context, unit: Unit, policy: Policy) -> list[Flat]:
 
     The unit's parameters are here. All ranks do this together. The master begins from the type the frozen values had.
     """
-    flats, fresh = list(unit.flats), []
-    for position, flat in enumerate(unit.flats):
+    kept: list[Flat] = []
+    fresh: list[Flat] = []
+    for flat in unit.flats:
         groups: dict[tuple[Types, bool], list[Member]] = {}
         for member in flat.members:
             thawed = not flat.trainable and member.parameter.requires_grad
             types = policy.types(member.name, member.parameter, trainable=True) if thawed else flat.types
             groups.setdefault((types, thawed), []).append(member)
         if not any(thawed for _, thawed in groups):
+            kept.append(flat)
             continue
-        replaced: list[Flat] = []
         for (types, thawed), members in groups.items():
             made = _make_flat(context, unit.name, members, types, trainable=thawed)
             source = context.storage.buffer(Account.WORKSPACE, unit.name, made.layout.numel, types.param)
             _load(source, made)
             made.adopt(source.tensor)
             source.give_back()
-            (fresh if thawed else replaced).append(made)
-        flats[position : position + 1] = replaced
+            (fresh if thawed else kept).append(made)
         flat.give_back()
-    unit.hold([*flats, *fresh])
+    unit.hold([*kept, *fresh])
     return fresh
 
 

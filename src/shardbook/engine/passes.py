@@ -111,10 +111,10 @@ class Passes:
 
     def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A forward needs the unit's parameters: gather them if they are not here, and look ahead. Returns changed inputs."""
-        recomputes = _inside_backward()
+        recomputes, with_graph = _inside_backward(), torch.is_grad_enabled()
         with torch.no_grad():
             if unit.index == 0 and not recomputes:
-                self._begin_forward()
+                self._begin_forward(with_graph=with_graph)
             if not recomputes:
                 self.forward_order.enter(unit.index)
                 self._watch.activity = f"forward of {unit.name!r}"
@@ -154,14 +154,14 @@ class Passes:
         unit.num_calls += reachable
         return reachable
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, *, with_graph: bool) -> None:
         if self._depth == 0:
             if self.in_backward:  # the last backward ended by an exception that went past the engine
                 self.abandon()
             for unit in self._units:
                 unit.in_use = 0
             self._release_all()
-            if self._trains and not self.tally.num_micro_batches and torch.is_grad_enabled():
+            if self._trains and with_graph and not self.tally.num_micro_batches:
                 self._thaw_units()
             self._journal.phase = "forward"
             self.forward_order.begin()

@@ -229,7 +229,8 @@ def held_pieces(engine: Any) -> list[HeldPiece]:
     """What this rank's optimizer steps on. The one place of the tests that looks behind the engine's public names for values."""
     return [
         HeldPiece(piece.member.name, piece.span.start, piece.parameter.detach().clone(), state_of(engine.optimizer, piece.parameter))
-        for flat in engine._flats
+        for unit in engine._units
+        for flat in unit.flats
         for piece in flat.pieces
     ]
 

@@ -77,7 +77,9 @@ def examine() -> Findings:
     for package in _NEEDED:
         # An installation may be there and broken, or importable without metadata: what counts is whether it is found.
         here = find_spec(package) is not None
-        findings.checks.append(Check(name=package, ok=here, found=versions.get(package, "not here"), remedy="" if here else _PACKAGES[package]))
+        findings.checks.append(
+            Check(name=package, ok=here, found=versions.get(package, "not here"), remedy="" if here else _PACKAGES[package])
+        )
     if findings.ok:
         _look_with_torch(findings)
     return findings

@@ -63,7 +63,7 @@ class TrainOptions:
     """Every option overrides the recipe's value; what neither gives is a default. What is in force is printed first."""
 
     recipe: Annotated[Path | None, _option("", "recipe: tables [model] [data] [optimizer] [batch] [zero] [run]", "TOML")] = None
-    stage: Annotated[int | None, _option("zero.stage", "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 all", "0-3")] = None
+    stage: Annotated[int | None, _option("zero.stage", "sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 all", "0-3")] = None
     ranks: Annotated[int | None, _option("run.ranks", "data-parallel ranks on this machine", "N")] = None
     steps: Annotated[int | None, _option("run.steps", "optimizer steps", "N")] = None
     micro_batch: Annotated[int | None, _option("batch.micro_batch", "sequences in one forward of one rank", "N")] = None
@@ -119,7 +119,9 @@ def _with_ranks(given: Mapping[str, Sourced], file: Mapping[str, Sourced], world
         return dict(given)
     asked = given.get("run.ranks") or file.get("run.ranks")
     if asked is not None and asked.value != world.num_ranks:
-        raise ConfigError(f"run.ranks = {asked.value!r} ({asked.origin}), but {world.started_by} started {world.num_ranks}; leave run.ranks out")
+        raise ConfigError(
+            f"run.ranks = {asked.value!r} ({asked.origin}), but {world.started_by} started {world.num_ranks}; leave run.ranks out"
+        )
     return {**given, "run.ranks": Sourced(value=world.num_ranks, origin=world.started_by)}
 
 
@@ -129,7 +131,9 @@ def _check(recipe: Recipe) -> None:
     try:
         recipe.run.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.out = {str(recipe.run.out)!r}: can't be made ({error.strerror}); give a folder that can be written") from error
+        raise ConfigError(
+            f"run.out = {str(recipe.run.out)!r}: can't be made ({error.strerror}); give a folder that can be written"
+        ) from error
 
 
 def _launch(recipe: Recipe, *, as_json: bool) -> int:

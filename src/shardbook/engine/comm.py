@@ -50,13 +50,10 @@ class Transport(Protocol):
     num_ranks: int
     header_numel: int
     ordered: bool
+    sends_from_anywhere: bool  # whether a gather may leave the own place of ``full`` alone
 
-    def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
-        """The own shard of ``full`` is filled; when complete, all of it is."""
-        ...
-
-    def serve(self, own: Tensor, full: Tensor, channel: Channel) -> Pending:
-        """Take part in a gather with the shard ``own``; what arrives is put in ``full``, which several calls may share."""
+    def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
+        """Send the shard ``own`` to all; their shards arrive in their places of ``full``. The own place is the caller's to fill."""
         ...
 
     def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
@@ -96,11 +93,9 @@ class Alone:
     num_ranks = 1
     header_numel = 0
     ordered = True
+    sends_from_anywhere = True
 
-    def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
-        return _Done()
-
-    def serve(self, own: Tensor, full: Tensor, channel: Channel) -> Pending:
+    def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
         return _Done()
 
     def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
@@ -145,19 +140,15 @@ class PointToPoint:
 
     header_numel = 0
     ordered = True
+    sends_from_anywhere = True
 
     def __init__(self, group: Any, rank: int, num_ranks: int, watch: Watch, journal: Journal) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self.pairs = self._group = group
         self._watch, self._journal = watch, journal
 
-    def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
-        shards = full.view(self.num_ranks, -1).unbind()
-        own = shards[self.rank]
-        return self._start(kind, channel, [own] * self.num_ranks, list(shards))
-
-    def serve(self, own: Tensor, full: Tensor, channel: Channel) -> Pending:
-        return self._start("gather", channel, [own] * self.num_ranks, list(full.view(self.num_ranks, -1).unbind()))
+    def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
+        return self._start(kind, channel, [own] * self.num_ranks, list(full.view(self.num_ranks, -1).unbind()))
 
     def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
         return self._start("reduce", channel, list(full.view(self.num_ranks, -1).unbind()), self.parts(full, receive))
@@ -245,19 +236,13 @@ class Collectives:
 
     def __init__(self, group: Any, reducing: Any, watch: Watch, journal: Journal, *, ordered: bool, headers: bool = True) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.ordered = ordered
+        self.ordered, self.sends_from_anywhere = ordered, False
         self.header_numel = 64 if headers else 0
         # reductions have a communicator of their own: a rank that lacks a gradient reduces later, between other gathers
         self._group, self._reducing, self._watch, self._journal = group, reducing, watch, journal
         self.mismatch: Tensor | None = None
 
-    def gather(self, full: Tensor, channel: Channel, kind: Kind) -> Pending:
-        return self._gather(full.view(self.num_ranks, -1)[self.rank], full, channel, kind)
-
-    def serve(self, own: Tensor, full: Tensor, channel: Channel) -> Pending:
-        return self._gather(own, full, channel, "gather")
-
-    def _gather(self, own: Tensor, full: Tensor, channel: Channel, kind: Kind) -> Pending:
+    def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
         label = self._watch.post(kind, channel.number, channel.name)
         self._write_header(own, label)
         work = _all_gather(full, own, group=self._group, async_op=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shardbook.config import ZeroConfig
+from shardbook.engine.announce import Announcer
 from shardbook.engine.comm import Transport
 from shardbook.engine.journal import Journal
 from shardbook.engine.residency import Residency
@@ -20,6 +21,7 @@ class Context:
     storage: Storage
     journal: Journal
     watch: Watch
+    announcer: Announcer
     num_channels: int = 0
 
     def next_channel(self) -> int:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardbook.config import ZeroConfig
 from shardbook.engine import describe, hooks
+from shardbook.engine.announce import Announcer
 from shardbook.engine.build import build_units, check_model, choose_device, move_buffers, thaw
 from shardbook.engine.comm import connect
 from shardbook.engine.context import Context
@@ -78,7 +79,7 @@ class Engine:
             self._policy = Policy(config.precision, named.items())
             self._units = build_units(context, model, named, self._policy, trains=optimizer is not None, init=init)
             move_buffers(model, place)
-        self._passes = Passes(context, model, self._units, self._thaw, trains=optimizer is not None)
+        self._passes = Passes(context, self._units, self._thaw, trains=optimizer is not None)
         self._pieces = self._stepper = None
         if optimizer is not None:
             self._pieces = PieceOptimizer(optimizer, [flat for unit in self._units for flat in unit.flats], self._journal)
@@ -302,4 +303,5 @@ def _connect(group: Any, config: ZeroConfig, device: torch.device) -> Context:
     watch = Watch(dist.get_rank(group) if num_ranks > 1 else 0, num_ranks, store, prefix)
     transport = connect(group, watch, journal, config.reduction)
     watch.start(getattr(transport, "pairs", None))
-    return Context(config, residency_of(config.stage), transport, Storage(device, journal), journal, watch)
+    announcer = Announcer(store, prefix, watch)
+    return Context(config, residency_of(config.stage), transport, Storage(device, journal), journal, watch, announcer)

@@ -16,6 +16,7 @@ from shardbook.accounts import Account
 from shardbook.engine import numerics
 from shardbook.engine.comm import Channel, Pending
 from shardbook.engine.context import Context
+from shardbook.engine.journal import Kind
 from shardbook.engine.layout import FlatLayout, Span
 from shardbook.engine.policy import Types
 from shardbook.engine.storage import Buffer, place
@@ -80,21 +81,37 @@ class Flat:
         for member, view in zip(self.members, self._views, strict=True):
             place(member.parameter, view)
 
-    def restore(self, shard: Tensor) -> None:
-        """Fill a shard from where this rank's rests, ready to be sent."""
-        resting = self.master if self.shard is None else self.shard
-        if resting is not None:
-            shard.copy_(resting.tensor)
+    @property
+    def _resting(self) -> Buffer | None:
+        """Where this rank's shard rests while the full parameters are away."""
+        return self.master if self.shard is None else self.shard
+
+    def gather(self) -> Pending:
+        """Send the own shard and let all of ``full`` be filled."""
+        full, resting = self.full.take(), self._resting
+        assert resting is not None, "parameters that stay full are never gathered"
+        own = self.own(self.full)
+        if resting.tensor.dtype == own.dtype and self._transport.sends_from_anywhere:
+            pending = self._transport.gather(full, resting.tensor, self.channel, "gather")  # under way before the copy
+            own.copy_(resting.tensor)
+            return pending
+        own.copy_(resting.tensor)
+        return self._transport.gather(full, own, self.channel, "gather")
 
     def serve(self, sink: Tensor) -> tuple[Pending, Buffer | None]:
         """Send the own shard to a gather of the others; what they send falls into ``sink`` (bytes), which nobody reads."""
-        resting, cast = self.master if self.shard is None else self.shard, None
+        resting, cast = self._resting, None
         assert resting is not None, "parameters that stay full are never gathered"
-        if resting.tensor.dtype != self.types.param:
-            resting = cast = self._buffer(Account.COMM, self.types.param, sharded=True)
-            self.restore(cast.tensor)
+        source = resting.tensor
+        if source.dtype != self.types.param:
+            cast = self._buffer(Account.COMM, self.types.param, sharded=True)
+            source = cast.tensor.copy_(source)
         full = sink[: self.full.nbytes].view(self.types.param)
-        return self._transport.serve(resting.tensor, full, self.channel), cast
+        return self._transport.gather(full, source, self.channel, "gather"), cast
+
+    def send_around(self, buffer: Buffer, kind: Kind) -> Pending:
+        """Every rank has filled its own part of the buffer: fill the rest."""
+        return self._transport.gather(buffer.tensor, self.own(buffer), self.channel, kind)
 
     def publish(self) -> None:
         """After the optimizer's step: bring the master's new values to wherever parameters rest in their own type."""
@@ -158,12 +175,20 @@ class Flat:
         out = self._own_gradient
         in_place_already = self._shares and parts[0] is self.unreduced.tensor  # one rank alone
         if not in_place_already:
-            scratch = self._storage.buffer(Account.WORKSPACE, self.unit, min(numerics.CHUNK_NUMEL, max(out.numel(), 1)), self.types.reduce)
-            numerics.add_in_order(out, parts, scratch.tensor, add_to_out=again)
-            scratch.give_back()
+            self._add(out, parts, again=again)
         self._receive.give_back()
         if not self._shares:
             self.unreduced.give_back()
+
+    def _add(self, out: Tensor, parts: Sequence[Tensor], *, again: bool) -> None:
+        """Add the parts into ``out``: directly where neither its type, its memory nor what it holds stands in the way."""
+        reused_too_early = self._shares and self._transport.num_ranks > 2  # one of the later parts lies in ``out``
+        if not again and out.dtype == self.types.reduce and not reused_too_early:
+            numerics.add_in_order(out, parts, None, add_to_out=False)
+            return
+        scratch = self._storage.buffer(Account.WORKSPACE, self.unit, min(numerics.CHUNK_NUMEL, out.numel()), self.types.reduce)
+        numerics.add_in_order(out, parts, scratch.tensor, add_to_out=again)
+        scratch.give_back()
 
     def scaled_gradients(self, scale: float, has_gradient: Sequence[bool]) -> Buffer | None:
         """Give every piece its share of the gradient times ``scale``; returns a buffer to give back after the step, if one was needed."""

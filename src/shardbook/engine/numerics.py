@@ -8,21 +8,22 @@ from torch import Tensor
 CHUNK_NUMEL = 1 << 17
 """Elements added at a time, so that a chunk of every part stays in cache."""
 
-BLOCK_NUMEL = 1 << 16
+BLOCK_NUMEL = 1 << 18
 """Elements of a parameter whose squares are added before the blocks are: fixed, whatever part of it a rank owns."""
 
 NOTHING = -0.0
 """What a missing gradient adds: x + (-0.0) is x for every x, where x + 0.0 turns -0.0 into 0.0."""
 
 
-def add_in_order(out: Tensor, parts: Sequence[Tensor], scratch: Tensor, *, add_to_out: bool) -> None:
-    """``out (+)= parts[0] + parts[1] + ...``, added from left to right in the type of ``scratch``, one rounding a sum.
+def add_in_order(out: Tensor, parts: Sequence[Tensor], scratch: Tensor | None, *, add_to_out: bool) -> None:
+    """``out (+)= parts[0] + parts[1] + ...``, added from left to right in the type of the sum, one rounding an addition.
 
-    All are flat and equally long (``scratch`` at least a chunk). ``out`` may share memory with one of the parts.
+    All are flat and equally long. With ``scratch`` (at least a chunk, in the type of the sum) ``out`` may have another type, share
+    memory with any of the parts, and be added to; without, the sum is formed in ``out`` itself.
     """
     for begin in range(0, out.numel(), CHUNK_NUMEL):
         end = min(begin + CHUNK_NUMEL, out.numel())
-        total = scratch[: end - begin]
+        total = out[begin:end] if scratch is None else scratch[: end - begin]
         if len(parts) > 1 and parts[0].dtype == total.dtype:
             torch.add(parts[0][begin:end], parts[1][begin:end], out=total)
             rest = parts[2:]
@@ -33,7 +34,7 @@ def add_in_order(out: Tensor, parts: Sequence[Tensor], scratch: Tensor, *, add_t
             total.add_(part[begin:end])
         if add_to_out:
             out[begin:end].add_(total)
-        else:
+        elif scratch is not None:
             out[begin:end].copy_(total)
 
 

@@ -152,6 +152,8 @@ def _stepped(
     twin.__dict__.update({key: OrderedDict() for key in twin.__dict__ if key.endswith("_hooks")})
     parameters = [nn.Parameter(value.clone()) for value in values]
     settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+    if not float(settings.get("lr", 1.0)):
+        settings["lr"] = 0.01  # a schedule's warm-up may begin at 0, where every optimizer looks element-wise
     twin.param_groups = [{**settings, "params": parameters}]
     twin.state = defaultdict(dict)
     for step in gradients:

@@ -5,7 +5,7 @@ seen so far) and decides. How a unit does it is `unit`'s, in which order is `sch
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardbook.accounts import Account
 from shardbook.engine import hooks
+from shardbook.engine.announce import Word
 from shardbook.engine.context import Context
 from shardbook.engine.exchange import Tally
 from shardbook.engine.policy import DTYPES
@@ -35,7 +36,7 @@ class _MicroBatch:
 class Passes:
     """See the file's header. ``forward_order`` and its two siblings are agreed between ranks at each step, by the step."""
 
-    def __init__(self, context: Context, model: nn.Module, units: Sequence[Unit], thaw: Callable[[Unit], None], *, trains: bool) -> None:
+    def __init__(self, context: Context, units: Sequence[Unit], thaw: Callable[[Unit], None], *, trains: bool) -> None:
         self.tally = Tally()
         self.forward_order, self.backward_order = GatherOrder(), GatherOrder()
         self.reduce_order = _first_reduce_order(units)
@@ -50,7 +51,6 @@ class Passes:
         self._is_reduced = False  # everything of this step that has landed so far
         self._reducing: Unit | None = None
         self._own_modules = [_own_modules(unit, units) for unit in units]
-        self._entries = _entries(model, units)
 
     # ---- micro-batches --------------------------------------------------------------------------------------------------
 
@@ -116,6 +116,7 @@ class Passes:
             if unit.index == 0 and not recomputes:
                 self._begin_forward(with_graph=with_graph)
             if not recomputes:
+                self._announce("forward", unit, with_graph=with_graph)
                 self.forward_order.enter(unit.index)
                 self._watch.activity = f"forward of {unit.name!r}"
             unit.wait()
@@ -220,6 +221,7 @@ class Passes:
             self._begin_backward()
             if unit.in_backward and unit.presence is Presence.HERE:
                 return
+            self._announce("backward", unit)
             self.backward_order.enter(unit.index)
             self._watch.activity = f"backward of {unit.name!r}"
             unit.fetch()  # before anything is awaited: the other ranks may need this rank's shard to come to that point
@@ -260,6 +262,9 @@ class Passes:
                 unit.end_micro_batch()
             self.reduce_order.restart()
             self.backward_order.end()
+            if not given.empty and not self._residency.full_parameters and not self._are_orders_agreed:
+                self._context.announcer.tell("end")
+            self._context.announcer.next_micro_batch()
             self.tally.add(given.loss, given.weight, empty=given.empty)
             self._micro_batch = None
             self.in_backward = False
@@ -268,33 +273,61 @@ class Passes:
     def _attend(self) -> None:
         """Without data: serve every gather that the other ranks make for theirs, and take part in every reduction.
 
-        Gathers are posted all at once, whatever the order in which the others come to them; only how often must be right.
+        Gathers are posted without waiting, whatever the order in which the others come to them; only how often must be right.
         """
         with torch.no_grad():
-            served: list[Served] = []
+            if self._residency.full_parameters:
+                self._begin_backward()
+                self._end_backward()
+                return
             sink = self._context.storage.buffer(
                 Account.COMM, "root", max(flat.full.nbytes for unit in self._units for flat in unit.flats), torch.uint8
             )
-            if not self._residency.full_parameters:
-                forward = self.forward_order.agreed or self._entries
-                backward = self.backward_order.agreed or (0, *reversed(forward[1:]))
-                for order, sequence in ((self.forward_order, forward), (self.backward_order, backward)):
-                    order.begin()
-                    for index in sequence:
-                        order.enter(index)
-                        served.append(self._units[index].serve(sink.tensor))
-                    order.end()
-            self._begin_backward()
+            served: list[Served] = []
+            for word, index in self._what_others_do():
+                if word == "reduce":
+                    for due in self.reduce_order.take():
+                        self._launch(self._units[due])
+                else:
+                    order = self.forward_order if word == "forward" else self.backward_order
+                    order.enter(index)
+                    served.append(self._units[index].serve(sink.tensor))
             self._end_backward()
             for each in served:
                 each.wait()
             sink.give_back()
+
+    def _what_others_do(self) -> Iterator[tuple[str, int]]:
+        """The gathers (and, where it matters, reductions) of the ranks with data: as agreed, or as one of them announces."""
+        self.forward_order.begin()
+        if self._are_orders_agreed:
+            yield from (("forward", index) for index in self.forward_order.agreed)
+            self.forward_order.end()
+            self._begin_backward()
+            yield from (("backward", index) for index in self.backward_order.agreed)
+        else:
+            self._context.announcer.tell("empty")
+            self._begin_backward()
+            yield from self._context.announcer.follow()
+            self.forward_order.end()
+
+    @property
+    def _are_orders_agreed(self) -> bool:
+        return bool(self.forward_order.agreed and self.backward_order.agreed)
+
+    def _announce(self, word: Word, unit: Unit, *, with_graph: bool = True) -> None:
+        """Say what this rank does next, for ranks without data, while they can't know it."""
+        if self._residency.full_parameters or self._are_orders_agreed or not with_graph:
+            return
+        if word == "reduce" or unit.presence is Presence.AWAY:
+            self._context.announcer.tell(word, unit.index)
 
     # ---- what both need -----------------------------------------------------------------------------------------------------
 
     def _launch(self, unit: Unit) -> None:
         """Start one reduction; the one before it ends first, so that only one is in memory."""
         self._finish_launched()
+        self._announce("reduce", unit)
         unit.launch()
         self._reducing = unit
 
@@ -374,13 +407,6 @@ def _first_reduce_order(units: Sequence[Unit]) -> ReduceOrder:
 def _inside_backward() -> bool:
     """Whether the calling code runs inside autograd's backward: a forward there is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _entries(model: nn.Module, units: Sequence[Unit]) -> tuple[int, ...]:
-    """The order in which a forward most likely enters the units: as their modules are registered, the root first."""
-    position = {id(module): number for number, module in enumerate(model.modules())}
-    entries = sorted((position[id(module)], unit.index) for unit in units for module in unit.modules)
-    return tuple(index for _, index in entries)
 
 
 def _own_modules(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:

@@ -90,6 +90,12 @@ class ReduceOrder:
             self._next += 1
         return due
 
+    def take(self) -> list[int]:
+        """The next unit, whether complete here or not: another rank reduces it now."""
+        due = list(self.agreed[self._next : self._next + 1])
+        self._next += len(due)
+        return due
+
     def rest(self) -> list[int]:
         """Backward is over: everything not yet reduced, in order."""
         due = list(self.agreed[self._next :])

@@ -104,17 +104,16 @@ class Unit:
         if self.presence is not Presence.AWAY:
             return
         self._journal.mark("gather", self.name, "begin")
-        for flat in self.flats:
-            flat.full.take()
-            flat.restore(flat.own(flat.full))
-        self._send("gather")
+        self._arriving = [flat.gather() for flat in self.flats if flat.layout.numel]
+        self.presence = Presence.ARRIVING
         self._journal.mark("gather", self.name, "end")
 
     def refresh(self) -> None:
         """HERE → ARRIVING: every rank has new values in its own shard of the full parameters; send them around."""
         self._guard.close()
         self._journal.mark("refresh", self.name, "begin")
-        self._send("refresh", trainable_only=True)
+        self._arriving = [flat.send_around(flat.full, "refresh") for flat in self._trainable if flat.layout.numel]
+        self.presence = Presence.ARRIVING
         self._journal.mark("refresh", self.name, "end")
 
     def wait(self) -> None:
@@ -151,14 +150,6 @@ class Unit:
         """The optimizer has stepped: its new values go to wherever the parameters rest."""
         for flat in self._trainable:
             flat.publish()
-
-    def _send(self, kind: str, *, trainable_only: bool = False) -> None:
-        self._arriving = [
-            self._transport.gather(flat.full.tensor, flat.channel, kind)  # pyright: ignore[reportArgumentType]
-            for flat in (self._trainable if trainable_only else self.flats)
-            if flat.layout.numel
-        ]
-        self.presence = Presence.ARRIVING
 
     def _complete_on_read(self) -> bool:
         """A read outside forward: what is under way to this rank may be awaited, but nothing may be asked of other ranks."""
@@ -210,7 +201,7 @@ class Unit:
             if flat.layout.numel:
                 flat.add_up()
                 if self._residency.full_optimizer:
-                    self._returning.append(self._transport.gather(flat.grad.tensor, flat.channel, "return"))
+                    self._returning.append(flat.send_around(flat.grad, "return"))
         self._journal.mark("reduce.wait", self.name, "end")
 
     def finish_return(self) -> None:

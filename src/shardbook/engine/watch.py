@@ -128,6 +128,17 @@ class Watch:
         self._announce(self._verdict)
         return self._verdict
 
+    def raise_if_lost(self) -> None:
+        """For a rank that waits without an operation: raise what the others have found out, if they have ended."""
+        ended = [
+            record["ended"] for rank in range(self.num_ranks) if rank != self.rank and (record := self._read(rank)) and record["ended"]
+        ]
+        verdict = self._known_failure() or (
+            RankLostError(f"another rank {ended[0]}; rank {self.rank} has no data and waited for it") if ended else None
+        )
+        if verdict is not None:
+            raise verdict
+
     # ---- the watchdog's side ------------------------------------------------------------------------------------------
 
     def beat(self) -> None:

@@ -64,7 +64,8 @@ class DecoderConfig:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters: ``layers * (2*width + 2*width*(heads + kv_heads)*head_width + 3*width*ffn) + width``
-        and ``vocab * width`` for the embedding and, unless tied, once more for the head."""
+        and ``vocab * width`` for the embedding and, unless tied, once more for the head.
+        """
         attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_width
         block = 2 * self.width + attention + 3 * self.width * self.ffn
         return self.layers * block + self.width + self.vocab * self.width * (1 if self.tied else 2)

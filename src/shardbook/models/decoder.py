@@ -198,4 +198,3 @@ def _draw(weight: Tensor, key: str, std: float) -> None:
         return
     generator = torch.Generator(device=weight.device).manual_seed(zlib.crc32(key.encode()))
     weight.normal_(0.0, std, generator=generator)
-

@@ -58,7 +58,9 @@ class PlainLoop:
             raise ConfigError("run.check_baseline: the plain loop has one type for all parameters; leave zero.precision.keep out")
         self.model, self.config = model, config
         self.names = [name for name, _ in model.named_parameters()]
-        self.masters = [nn.Parameter(p.detach().to(_TYPES[precision.master_dtype])) for p in model.parameters()] if precision.has_master else None
+        self.masters = (
+            [nn.Parameter(p.detach().to(_TYPES[precision.master_dtype])) for p in model.parameters()] if precision.has_master else None
+        )
         model.to(_TYPES[precision.param])
         held = self.masters or list(model.parameters())
         self.optimizer = make_optimizer(zip(self.names, held, strict=True))
@@ -69,7 +71,9 @@ class PlainLoop:
         with torch.no_grad():
             first, second = (self.model(*batch)[0] for _ in range(2))
         if not torch.equal(first, second):
-            raise ConfigError("run.check_baseline: the same batch gives two losses, as dropout does; set the model's dropout to 0, or drop the check")
+            raise ConfigError(
+                "run.check_baseline: the same batch gives two losses, as dropout does; set the model's dropout to 0, or drop the check"
+            )
 
     def step(self, batches: Sequence[Sequence[Sequence[Any]]], loss_scale: float) -> PlainReport:
         """One step over ``batches[rank][micro]``; ``loss_scale`` is the power of two that the run used."""

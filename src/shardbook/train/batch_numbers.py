@@ -17,7 +17,13 @@ class BatchNumbers:
 
 
 def batch_numbers(
-    *, ranks: int, micro_batch: int | None, accumulate: int | None, global_batch: int | None, usual_micro_batch: int, origins: dict[str, str]
+    *,
+    ranks: int,
+    micro_batch: int | None,
+    accumulate: int | None,
+    global_batch: int | None,
+    usual_micro_batch: int,
+    origins: dict[str, str],
 ) -> BatchNumbers:
     """Completes what was asked for; ``None`` is what nobody said.
 
@@ -49,7 +55,8 @@ def batch_numbers(
         times, derived = per_rank // micro, derived or ("accumulate",)
     elif micro is None and times is not None:
         micro, derived = per_rank // times, ("micro_batch",)
-    assert micro is not None and times is not None
+    assert micro is not None
+    assert times is not None
     if rest or micro * times != per_rank or not per_rank:
         given = {"micro_batch": micro_batch, "accumulate": accumulate, "ranks": ranks, "global_batch": global_batch}
         raise ConfigError(_contradiction(given, origins))

@@ -1,7 +1,7 @@
 """Which device a rank uses, and the process group of all of them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -30,7 +30,7 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], world: World) -> torch
 
 
 @contextmanager
-def process_group(world: World, device: torch.device) -> Iterator[str]:
+def process_group(world: World, device: torch.device) -> Generator[str]:
     """The default process group while the block runs; its value is the backend's name, ``"none"`` for a rank alone.
 
     NCCL wants a device of its own for each rank; where ranks share one, gloo carries CUDA tensors.

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -101,7 +101,9 @@ def check_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ConfigError(f"run.port = {port}: can't be used ({error.strerror}); leave it out for a free port, or give another") from error
+            raise ConfigError(
+                f"run.port = {port}: can't be used ({error.strerror}); leave it out for a free port, or give another"
+            ) from error
 
 
 def _cause(failures: Mapping[int, Any]) -> LaunchError:
@@ -132,8 +134,8 @@ def _killed(rank: int, number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         name = "unknown"
-    why = {
-        signal.SIGKILL: "; this is how the kernel ends a process when memory runs out (see dmesg): try a higher stage, more ranks or a smaller batch",
+    why: dict[int, str] = {
+        signal.SIGKILL: "; the kernel's out-of-memory killer does that (see dmesg): try a higher stage, more ranks or a smaller batch",
         signal.SIGSEGV: "; native code touched memory that isn't its own",
         signal.SIGBUS: "; often a full shared-memory file system",
     }
@@ -148,7 +150,7 @@ def _silence_elastic() -> None:
 
 
 @contextmanager
-def _handlers_kept() -> Iterator[None]:
+def _handlers_kept() -> Generator[None]:
     """Elastic leaves its own handlers behind."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = [signal.getsignal(number) for number in numbers]
@@ -160,7 +162,7 @@ def _handlers_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(ranks: int) -> Iterator[None]:
+def _environment(ranks: int) -> Generator[None]:
     """The ranks' environment is this process's while they start; nothing of it stays."""
     added = quiet_environment(os.environ)
     if ranks > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and platform.system() in ("Linux", "Darwin"):

@@ -6,7 +6,7 @@ Every rank runs the same calls; what only rank 0 does (the plain loop, the words
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
@@ -168,7 +168,7 @@ class Counted:
 
 
 @contextmanager
-def open_training(recipe: Recipe, world: World, device: torch.device) -> Iterator[Training]:
+def open_training(recipe: Recipe, world: World, device: torch.device) -> Generator[Training]:
     """A :class:`Training` that counts what it sends, and whose engine is closed whatever happens."""
     training = Training(recipe, world, device)
     try:

@@ -14,7 +14,7 @@ _ROUNDS = 3
 
 
 def probe() -> dict[str, float]:
-    """Run by each rank: ``{"gather_gb_s": ..., "reduce_gb_s": ...}``, what one rank sends in the best of a few rounds, in 10^9 bytes a second.
+    """Run by each rank: ``{"gather_gb_s": ..., "reduce_gb_s": ...}``, in 10^9 bytes a second that one rank sends, best of a few rounds.
 
     Raises:
         RuntimeError: values that are not what was sent.

@@ -207,13 +207,22 @@ def _check_model(given: Mapping[str, Sourced]) -> None:
     if _MODEL_FILE not in given:
         return
     if not isinstance(given[_MODEL_FILE].value, (str, Path)):
-        raise ConfigError(f"{_MODEL_FILE} = {given[_MODEL_FILE].value!r} ({given[_MODEL_FILE].origin}): allowed is the path of a config.json")
+        raise ConfigError(
+            f"{_MODEL_FILE} = {given[_MODEL_FILE].value!r} ({given[_MODEL_FILE].origin}): allowed is the path of a config.json"
+        )
     if sizes:
-        raise ConfigError(f"{', '.join(sizes)}: no effect beside {_MODEL_FILE} ({given[_MODEL_FILE].origin}), which has its own sizes; leave one of them out")
+        raise ConfigError(
+            f"{', '.join(sizes)}: no effect beside {_MODEL_FILE} ({given[_MODEL_FILE].origin}), which has its own sizes; leave one out"
+        )
 
 
 def _numbers(given: Mapping[str, Sourced], ranks: int, zero: ZeroConfig) -> BatchNumbers:
-    homes = {"micro_batch": "batch.micro_batch", "global_batch": "batch.global_batch", "accumulate": "zero.accumulate", "ranks": "run.ranks"}
+    homes = {
+        "micro_batch": "batch.micro_batch",
+        "global_batch": "batch.global_batch",
+        "accumulate": "zero.accumulate",
+        "ranks": "run.ranks",
+    }
     origins = {name: given[home].origin if home in given else DEFAULT for name, home in homes.items()}
     asked = {name: given[homes[name]].value for name in ("micro_batch", "global_batch") if homes[name] in given}
     accumulate = zero.accumulate if "zero.accumulate" in given else None

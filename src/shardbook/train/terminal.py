@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class Reporter:
             self._console.print(f"[bold]{name}[/] {escape(text)}")
 
     @contextmanager
-    def progress(self) -> Iterator[None]:
+    def progress(self) -> Generator[None]:
         """A bar while the block runs, or plain lines where stderr is no terminal."""
         self._last = time.perf_counter()
         if self._silent or not sys.stderr.isatty():
@@ -102,7 +102,9 @@ def result_table(document: RunDocument, path: Path) -> Table:
     table.add_row("parameters", f"{document.num_parameters:,}")
     table.add_row("tokens", f"{document.num_tokens:,} in {document.seconds:.1f} s, {document.num_tokens / document.seconds:,.0f} a second")
     for memory in document.memory:
-        table.add_row(f"rank {memory.rank}: allocator peak", "not measured" if memory.peak_allocated is None else nbytes(memory.peak_allocated))
+        table.add_row(
+            f"rank {memory.rank}: allocator peak", "not measured" if memory.peak_allocated is None else nbytes(memory.peak_allocated)
+        )
         if memory.peak_reserved is not None:
             table.add_row(f"rank {memory.rank}: reserved peak", nbytes(memory.peak_reserved))
         note = ", the plain loop's included" if memory.includes_baseline else ""

@@ -110,7 +110,9 @@ def _read_file(path: Path, limit_nbytes: int) -> Text:
     except OSError as error:
         raise ConfigError(f"{path}: can't be read ({error.strerror}); give a file or a folder of text as data.text") from error
     if b"\0" in content:
-        raise ConfigError(f"{path}: has a NUL byte at {content.index(0):,}, so it is not text; give a file or a folder of text as data.text")
+        raise ConfigError(
+            f"{path}: has a NUL byte at {content.index(0):,}, so it is not text; give a file or a folder of text as data.text"
+        )
     capped = len(content) > limit_nbytes
     return Text(source=str(path), content=content[:limit_nbytes], num_files=1, num_skipped=0, capped=capped)
 

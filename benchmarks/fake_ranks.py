@@ -1,0 +1,169 @@
+"""The engine on fake tensors and a fake process group: a 7B model on 1,024 ranks, and small models beside real runs.
+
+    python -m benchmarks.fake_ranks            the 7B model: seconds and resident memory of one process
+    python -m benchmarks.fake_ranks --balances the small model at N = 2 and 4, stages 0 to 3: fake balances against real ones
+
+No tensor has values here, and nothing is sent: what runs is the engine, unchanged.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import ranks
+from shardbook.ledger.ledger import Ledger
+from shardbook.models.config import DecoderConfig
+from shardbook.models.decoder import Decoder, init_weights
+from shardbook.train.memory import peak_resident_nbytes
+
+SEVEN_BILLION = DecoderConfig(vocab=32_000, layers=32, width=4096, heads=32, kv_heads=32, ffn=11_008)
+SMALL = DecoderConfig(vocab=320, layers=3, width=96, heads=4, kv_heads=2, ffn=208)
+SEQUENCE = 2048
+Balances = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of building the model and taking one step."""
+
+    num_parameters: int
+    seconds: float
+    resident_mib: float  # the process's peak, interpreter and libraries included
+    persistent_nbytes: int  # what the engine's books hold between steps, per rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Books:
+    """What the ledger says after a step, and at the highest instant within it."""
+
+    between: Balances
+    peak: Balances
+    phase: str
+
+
+def seven_billion(num_ranks: int = 1024) -> Cost:
+    """Build the 7B model on the meta device and step once, as one of ``num_ranks``."""
+    _join_fake(num_ranks)
+    began = time.perf_counter()
+    books, num_parameters = _train_fake(SEVEN_BILLION, stage=3, precision="bf16", sequence=SEQUENCE, num_steps=1)
+    seconds = time.perf_counter() - began
+    resident_mib = peak_resident_nbytes() / 2**20
+    return Cost(num_parameters=num_parameters, seconds=seconds, resident_mib=resident_mib, persistent_nbytes=sum(books.between.values()))
+
+
+def fake_books(num_ranks: int, rank: int, stage: int, precision: str) -> Books:
+    """The small model on fake tensors, as ``rank``."""
+    _join_fake(num_ranks, rank)
+    try:
+        return _train_fake(SMALL, stage=stage, precision=precision, sequence=16, num_steps=3)[0]
+    finally:
+        dist.destroy_process_group()
+
+
+def real_books(stage: int, precision: str) -> Books:
+    """The same on real tensors; every rank of a group calls it."""
+    with torch.device("meta"):
+        model = Decoder(SMALL)
+    return _train(model, stage=stage, precision=precision, sequence=16, num_steps=3)[0]
+
+
+def _train_fake(config: DecoderConfig, **settings: Any) -> tuple[Books, int]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.device("meta"):
+        model = Decoder(config)
+    with FakeTensorMode():
+        return _train(model, **settings)
+
+
+def _train(model: Decoder, *, stage: int, precision: str, sequence: int, num_steps: int) -> tuple[Books, int]:
+    import shardbook as sb
+
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    zero = sb.ZeroConfig(stage=stage, precision=sb.Precision(param=precision))  # pyright: ignore[reportArgumentType]
+    engine = sb.Engine(model, optimizer, zero, init=init_weights, device=torch.device("cpu"))
+    tokens = torch.zeros(1, sequence, dtype=torch.long)
+    ledger = Ledger(engine)
+    for _ in range(num_steps):
+        loss_sum, num_tokens = engine(tokens, tokens)
+        engine.backward(loss_sum, weight=num_tokens)
+        engine.step()
+    return Books(between=_plain(ledger.balances()), peak=_plain(ledger.peak), phase=ledger.peak_phase), num_parameters
+
+
+def _plain(balances: Any) -> Balances:
+    return {f"{account} on {tier}": nbytes for (account, tier), nbytes in sorted(balances.items())}
+
+
+def _join_fake(num_ranks: int, rank: int = 0) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+
+
+def in_its_own_process() -> Cost:
+    """The 7B model in a fresh interpreter, so that its resident memory is nobody else's."""
+    done = subprocess.run([sys.executable, "-m", "benchmarks.fake_ranks", "--json"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the 7B model on 1,024 fake ranks failed:\n{done.stderr}")
+    return Cost(**json.loads(done.stdout.splitlines()[-1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Fake books against real ones, in one setting, on every rank."""
+
+    num_ranks: int
+    stage: int
+    precision: str
+    fake: list[Books]
+    real: list[Books]
+
+    @property
+    def agrees(self) -> bool:
+        """Between steps and at the peak, on every rank, to the byte."""
+        return self.fake == self.real
+
+
+def compare(num_ranks: int, precision: str) -> list[Comparison]:
+    """At all four stages."""
+    found: list[Comparison] = []
+    for stage in range(4):
+        real = ranks.run(num_ranks, real_books, stage, precision)
+        fake = [fake_books(num_ranks, rank, stage, precision) for rank in range(num_ranks)]
+        found.append(Comparison(num_ranks=num_ranks, stage=stage, precision=precision, fake=fake, real=real))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--balances", action="store_true", help="compare fake and real balances of a small model instead")
+    parser.add_argument("--json", action="store_true", help="print the 7B model's cost as one line of JSON")
+    options = parser.parse_args()
+    if options.json:
+        print(json.dumps(dataclasses.asdict(seven_billion())))
+        return
+    if not options.balances:
+        cost = in_its_own_process()
+        print(f"{cost.num_parameters:,} parameters on 1,024 fake ranks: built and stepped once in {cost.seconds:.1f} s, resident peak {cost.resident_mib:.0f} MiB")
+        return
+    for num_ranks in (2, 4):
+        for precision in ("fp32", "bf16"):
+            for one in compare(num_ranks, precision):
+                print(f"N = {num_ranks}, stage {one.stage}, {precision}: {'equal' if one.agrees else 'DIFFERENT'}")
+                for rank, (fake, real) in enumerate(zip(one.fake, one.real, strict=True)):
+                    if fake != real:
+                        print(f"  rank {rank}\n    fake {fake}\n    real {real}")
+
+
+if __name__ == "__main__":
+    main()

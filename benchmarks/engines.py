@@ -94,7 +94,9 @@ def _ddp(model: nn.Module, dtype: Dtype, device: str) -> Contender:
     return _usual("ddp", model, _adamw(model), wrapped, context)
 
 
-def _usual(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, wrapped: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Contender:
+def _usual(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, wrapped: nn.Module, context: Callable[[], AbstractContextManager[Any]]
+) -> Contender:
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         with context():
             loss = wrapped(inputs, targets)

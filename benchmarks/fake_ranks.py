@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import ranks
+from shardbook.events import Booking, Event
 from shardbook.ledger.ledger import Ledger
 from shardbook.models.config import DecoderConfig
 from shardbook.models.decoder import Decoder, init_weights
@@ -42,11 +44,12 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Books:
-    """What the ledger says after a step, and at the highest instant within it."""
+    """What the engine booked: after the last step; when all accounts together held most; and most of each account by itself."""
 
     between: Balances
     peak: Balances
     phase: str
+    highest: Balances
 
 
 def seven_billion(num_ranks: int = 1024) -> Cost:
@@ -92,12 +95,30 @@ def _train(model: Decoder, *, stage: int, precision: str, sequence: int, num_ste
     zero = sb.ZeroConfig(stage=stage, precision=sb.Precision(param=precision))  # pyright: ignore[reportArgumentType]
     engine = sb.Engine(model, optimizer, zero, init=init_weights, device=torch.device("cpu"))
     tokens = torch.zeros(1, sequence, dtype=torch.long)
-    ledger = Ledger(engine)
-    for _ in range(num_steps):
-        loss_sum, num_tokens = engine(tokens, tokens)
-        engine.backward(loss_sum, weight=num_tokens)
-        engine.step()
-    return Books(between=_plain(ledger.balances()), peak=_plain(ledger.peak), phase=ledger.peak_phase), num_parameters
+    ledger, highest = Ledger(engine), _Highest()
+    with engine.observe(highest):
+        for _ in range(num_steps):
+            loss_sum, num_tokens = engine(tokens, tokens)
+            engine.backward(loss_sum, weight=num_tokens)
+            engine.step()
+        with torch.no_grad():
+            engine(tokens, tokens)  # so that what a step leaves under way is over
+    books = Books(between=_plain(ledger.balances()), peak=_plain(ledger.peak), phase=ledger.peak_phase, highest=_plain(highest.found))
+    return books, num_parameters
+
+
+class _Highest:
+    """Observer: the most that each account held at once."""
+
+    def __init__(self) -> None:
+        self._now: Counter[tuple[str, str]] = Counter()
+        self.found: dict[tuple[str, str], int] = {}
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Booking):
+            key = (str(event.account), str(event.tier))
+            self._now[key] += event.nbytes
+            self.found[key] = max(self.found.get(key, 0), self._now[key])
 
 
 def _plain(balances: Any) -> Balances:
@@ -129,9 +150,18 @@ class Comparison:
     real: list[Books]
 
     @property
-    def agrees(self) -> bool:
-        """Between steps and at the peak, on every rank, to the byte."""
-        return self.fake == self.real
+    def differences(self) -> list[str]:
+        """Every figure that isn't the same to the byte, on any rank."""
+        found: list[str] = []
+        for rank, (fake, real) in enumerate(zip(self.fake, self.real, strict=True)):
+            for name in ("between", "peak", "highest"):
+                ours, theirs = getattr(fake, name), getattr(real, name)
+                found += [
+                    f"rank {rank}, {name}: {key} {ours.get(key, 0)} fake, {theirs.get(key, 0)} real"
+                    for key in sorted({*ours, *theirs})
+                    if ours.get(key, 0) != theirs.get(key, 0)
+                ]
+        return found
 
 
 def compare(num_ranks: int, precision: str) -> list[Comparison]:
@@ -154,15 +184,15 @@ def main() -> None:
         return
     if not options.balances:
         cost = in_its_own_process()
-        print(f"{cost.num_parameters:,} parameters on 1,024 fake ranks: built and stepped once in {cost.seconds:.1f} s, resident peak {cost.resident_mib:.0f} MiB")
+        print(f"{cost.num_parameters:,} parameters on 1,024 fake ranks: built and stepped once in {cost.seconds:.1f} s")
+        print(f"resident peak {cost.resident_mib:.0f} MiB; persistent per rank {cost.persistent_nbytes:,} bytes")
         return
     for num_ranks in (2, 4):
         for precision in ("fp32", "bf16"):
             for one in compare(num_ranks, precision):
-                print(f"N = {num_ranks}, stage {one.stage}, {precision}: {'equal' if one.agrees else 'DIFFERENT'}")
-                for rank, (fake, real) in enumerate(zip(one.fake, one.real, strict=True)):
-                    if fake != real:
-                        print(f"  rank {rank}\n    fake {fake}\n    real {real}")
+                print(f"N = {num_ranks}, stage {one.stage}, {precision}: {'different' if one.differences else 'equal'}")
+                for difference in one.differences:
+                    print(f"  {difference}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, width = x.shape
-        query, key, value = (part.view(batch, sequence, self.heads, -1).transpose(1, 2) for part in self.mixed(self.attention_norm(x)).chunk(3, dim=-1))
+        mixed = self.mixed(self.attention_norm(x)).chunk(3, dim=-1)
+        query, key, value = (part.view(batch, sequence, self.heads, -1).transpose(1, 2) for part in mixed)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, sequence, width))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))

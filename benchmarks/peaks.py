@@ -37,9 +37,14 @@ def of_engine(name: str, dtype: engines.Dtype, config: models.GPTConfig, micro_b
             inputs, targets = models.batch(config, micro_batch, rank=dist.get_rank(), step=step)
             with records.span(f"step {step}"):
                 loss = float(contender.step(inputs, targets))
+        contender.settle()  # a message must not outlive the profiler that saw it begin: torch 2.13 dies of that
     last = f"step {STEADY}"
     return Memory(
-        peak=records.peak(last), live_nbytes=records.live_at_end(last), unseen_nbytes=records.unseen_nbytes, padding=padding_of(contender), loss=loss
+        peak=records.peak(last),
+        live_nbytes=records.live_at_end(last),
+        unseen_nbytes=records.unseen_nbytes,
+        padding=padding_of(contender),
+        loss=loss,
     )
 
 
@@ -73,8 +78,10 @@ def main() -> None:
     for dtype in options.dtypes:
         for name in options.engines:
             found = measure(name, dtype, num_ranks=options.ranks, micro_batch=options.micro_batch)
-            peaks, live = (", ".join(f"{nbytes / MIB:.1f}" for nbytes in row) for row in ([m.peak.nbytes for m in found], [m.live_nbytes for m in found]))
-            print(f"{name:12} {dtype}: peak {peaks} MiB, live {live} MiB by rank, padding {max(m.padding for m in found):.4%}, loss {found[0].loss:.6f}")
+            peaks = ", ".join(f"{memory.peak.nbytes / MIB:.1f}" for memory in found)
+            live = ", ".join(f"{memory.live_nbytes / MIB:.1f}" for memory in found)
+            padding = max(memory.padding for memory in found)
+            print(f"{name:12} {dtype}: peak {peaks} MiB, live {live} MiB by rank, padding {padding:.4%}, loss {found[0].loss:.6f}")
             if options.blocks:
                 print(f"  at the peak: in {' > '.join(found[0].peak.inside[-6:])}")
             for block in found[0].peak.blocks[: options.blocks]:

@@ -6,6 +6,7 @@ thread. Any rank that fails ends all of them, and its traceback is what is raise
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,14 +14,16 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = timedelta(minutes=5)
+STORE_PORT = 0
+"""In a rank: where the store listens, so that its connections can be told from those between ranks."""
 
 
 class RankFailedError(RuntimeError):
     """A rank raised; the message holds its traceback."""
 
 
-def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
-    """``function(*arguments)`` on every rank of a process group, by rank."""
+def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", seconds: float = 600.0) -> list[Any]:
+    """``function(*arguments)`` on every rank of a process group, by rank; after ``seconds`` without all answers, all are ended."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
@@ -37,7 +40,11 @@ def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, backend: 
     for _, send in ends:
         send.close()
     try:
-        return _collect([receive for receive, _ in ends])
+        return _collect([receive for receive, _ in ends], time.monotonic() + seconds)
+    except RankFailedError:
+        for process in processes:
+            process.kill()
+        raise
     finally:
         for process in processes:
             process.join(timeout=20)
@@ -46,10 +53,14 @@ def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, backend: 
                 process.join()
 
 
-def _collect(pipes: list[Connection]) -> list[Any]:
+def _collect(pipes: list[Connection], until: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
-        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+        missing = [rank for rank in range(len(pipes)) if rank not in results]
+        ready = wait([pipes[rank] for rank in missing], timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            raise RankFailedError(f"ranks {missing} did not answer in time")
+        for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = pipes.index(pipe)
             try:
@@ -62,18 +73,22 @@ def _collect(pipes: list[Connection]) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _work(rank: int, num_ranks: int, port: int, backend: str, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _work(
+    rank: int, num_ranks: int, port: int, backend: str, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     """A rank's life."""
     import torch
     import torch.distributed as dist
 
+    global STORE_PORT
+    STORE_PORT = port
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
         dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=store, timeout=TIMEOUT)
         answer = (False, function(*arguments))
         dist.barrier()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it is, the caller is told
         answer = (True, traceback.format_exc())
     pipe.send(answer)
     pipe.close()

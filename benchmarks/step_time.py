@@ -98,7 +98,10 @@ def _check_losses(losses: dict[str, list[float]], dtype: engines.Dtype) -> None:
     for name, found in losses.items():
         apart = max(abs(one - other) for one, other in zip(found, losses[first], strict=True))
         if not apart <= TOLERANCE[dtype]:
-            raise RuntimeError(f"losses of {name} and {first} are {apart:.2e} apart in the first {WARM_STEPS} steps: {found} and {losses[first]}; times would compare different training")
+            raise RuntimeError(
+                f"losses of {name} and {first} are {apart:.2e} apart in the first {WARM_STEPS} steps: {found} and {losses[first]}; "
+                f"times would compare different training"
+            )
 
 
 def _rotated(names: list[str], by: int) -> list[str]:
@@ -139,9 +142,12 @@ def table(times: Times, foreign: float) -> str:
     lines = [f"  {'engine':12} {'ms':>8}  {'loss':>10}  " + "  ".join(f"{f'to {peer}':>22}" for peer in peers)]
     for name in times.names:
         ratios = ["{:.3f} ({:.3f} to {:.3f})".format(*times.ratio(name, peer, foreign)) for peer in peers]
-        lines.append(f"  {name:12} {times.median(name, foreign) * 1e3:8.1f}  {times.losses[name]:10.6f}  " + "  ".join(f"{ratio:>22}" for ratio in ratios))
+        row = [f"  {name:12} {times.median(name, foreign) * 1e3:8.1f}  {times.losses[name]:10.6f}", *(f"{ratio:>22}" for ratio in ratios)]
+        lines.append("  ".join(row))
     kept = times.quiet(foreign)
-    lines.append(f"  {len(kept)} of {len(times.rounds)} rounds, other processes at most {max(found.foreign for found in kept):.0%} of the cores in them; median (quartiles) of the ratio in a round")
+    busiest = max(found.foreign for found in kept)
+    lines.append(f"  {len(kept)} of {len(times.rounds)} rounds; other processes took at most {busiest:.0%} of the cores in them")
+    lines.append("  ratios: median (quartiles) of the ratio in a round")
     return "\n".join(lines)
 
 
@@ -152,7 +158,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--micro-batch", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--foreign", type=float, default=0.03, help="share of the cores that other processes may take in a round that counts")
+    parser.add_argument("--foreign", type=float, default=0.03, help="share of the cores others may take in a round that counts")
     options = parser.parse_args()
     for num_ranks in options.ranks:
         for dtype in options.dtypes:

@@ -94,6 +94,7 @@ def test_a_tied_head_is_the_embedding():
     assert model.head.weight is model.embedding.weight
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch._dynamo looks at it and hides the warning
 def test_fake_bf16_and_compiled():
     with FakeTensorMode():
         loss_sum, _ = Decoder(SMALL)(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))

@@ -17,10 +17,13 @@ pytestmark = pytest.mark.ranks
 
 
 def init(module: nn.Module) -> None:
-    """Initialises every layer below ``module`` in place, as torch's layers do themselves."""
+    """Initialises every layer below ``module`` in place, as torch's layers do themselves; other parameters become 0.9."""
     for child in module.modules():
         if hasattr(child, "reset_parameters"):
             child.reset_parameters()
+        else:
+            for parameter in child.parameters(recurse=False):
+                nn.init.constant_(parameter, 0.9)
 
 
 def meta_engine(stage: int, precision: str, entry: str = "plain") -> tuple[Any, nn.Module]:

@@ -88,7 +88,7 @@ READERS: dict[str, Reader] = {
     "torch.equal": lambda m, p: torch.equal(p, torch.zeros(40, 24)),
     "allclose": lambda m, p: torch.allclose(p, torch.zeros(40, 24)),
     "bool of an element": lambda m, p: bool(p.sum() > 1e9),
-    "float": lambda m, p: float(p.mean()),
+    "float": lambda m, p: float(p.detach().mean()),
     "format": lambda m, p: f"{p.sum():.5f}",
     "deepcopy": lambda m, p: copy.deepcopy(p).sum(),
     "copy": lambda m, p: copy.copy(p).sum(),
@@ -109,10 +109,13 @@ READERS: dict[str, Reader] = {
     "addmm": lambda m, p: torch.addmm(torch.zeros(1, 24), torch.ones(1, 40), p).sum(),
     "func.vmap": lambda m, p: torch.func.vmap(torch.sum)(p.detach()).sum(),
     "as_tensor": lambda m, p: torch.as_tensor(p).sum(),
-    "tensor": lambda m, p: p.new_tensor(p.detach()).sum(),
+    "new_empty and copy": lambda m, p: p.new_empty(p.shape).copy_(p.detach()).sum(),
     "new parameter": lambda m, p: nn.Parameter(p.data).sum(),
     "buffer": lambda m, p: torch.frombuffer(bytearray(p.detach().numpy().tobytes()), dtype=torch.float32).sum(),
 }
+
+# readers of more than the one parameter may name the first that they come to
+NAMES_OF_OTHERS = {"deepcopy of the module": "blocks.1.", "model.state_dict": "embedding.weight", "torch.save of state_dict": "embedding.weight"}
 
 WRITERS: dict[str, Reader] = {
     "p[0, 0] =": lambda m, p: assign(p.data, 3.0),
@@ -222,7 +225,7 @@ TABLES: dict[str, dict[str, Reader]] = {"read": READERS, "write": WRITERS, "meta
 def test_reading_a_sharded_value_is_refused_by_name(reader: str) -> None:
     for how, text in ranks.call(2, attempt, "read", reader, 3):
         assert how == "error", f"{reader} returned {text!r}"
-        assert NAME in text or "state_dict" in reader, text  # the first parameter of a state dict is another one
+        assert NAME in text or (NAMES_OF_OTHERS.get(reader, NAME) in text), text
         assert "gathered" in text
 
 
@@ -435,6 +438,6 @@ def whole(stage: int, entry: str, folder: str) -> tuple[list[str], list[str], li
 @pytest.mark.parametrize("entry", ["plain", "tied", "strided", "mixed_types", "buffers", "integer_weights", "shared_with_root", "odd_shapes", "gaps"])
 def test_the_whole_state_loads_into_the_plain_model(entry: str, stage: int, tmp_path: Path) -> None:
     names, keys, expected, fits = ranks.call(2, whole, stage, entry, str(tmp_path))[0]
-    assert names == [name for name, _ in built(ZOO[entry], 0).named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in built(ZOO[entry], 0).named_parameters())
     assert sorted(keys) == sorted(expected)
     assert fits

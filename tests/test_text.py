@@ -74,7 +74,7 @@ def test_a_folder_of_binaries_says_how_many_it_passed_over(tmp_path):
 def test_a_text_shorter_than_a_sequence_shows_both_numbers(tmp_path):
     (tmp_path / "short").write_bytes(b"x" * 131)
     text = read_text(tmp_path / "short", 1000)
-    with pytest.raises(ConfigError, match=r"131 bytes .* sequence = 65.* 132 together; .* at most 64"):
+    with pytest.raises(ConfigError, match=r"131 bytes .*sequence = 65.* 132 together; .* at most 64"):
         split(text, 65, 0.05)
     train, validation = split(text, 64, 0.05)
     assert (len(train), len(validation)) == (66, 65)

@@ -103,7 +103,7 @@ def train(options: Annotated[TrainOptions, tyro.conf.arg(name=""), tyro.conf.Fla
     world = find_world(os.environ)
     file = read_recipe(options.recipe) if options.recipe is not None else {}
     recipe = build_recipe(file, _with_ranks(options.given(), file, world))
-    _check(recipe)
+    _check(recipe, world)
     if find_spec("torch") is None:
         return _fail(NO_TORCH)
     if world is None and recipe.run.ranks > 1:
@@ -125,11 +125,15 @@ def _with_ranks(given: Mapping[str, Sourced], file: Mapping[str, Sourced], world
     return {**given, "run.ranks": Sourced(value=world.num_ranks, origin=world.started_by)}
 
 
-def _check(recipe: Recipe) -> None:
-    """What can be known to fail before a process is started: the text, and the folder that the run is written to."""
+def _check(recipe: Recipe, world: World | None) -> None:
+    """What can be known to fail before a process is started: a port nobody needs, the text, and the folder of the run."""
+    if recipe.run.port is not None and (world is not None or recipe.run.ranks == 1):
+        why = f"{world.started_by} has started the ranks" if world is not None else "a rank alone meets nobody"
+        raise ConfigError(f"run.port = {recipe.run.port} ({recipe.origin('run.port')}): no effect, as {why}; leave it out")
     split(read_text(recipe.data.text, recipe.data.limit_nbytes), recipe.batch.sequence, recipe.data.validation)
     try:
         recipe.run.out.mkdir(parents=True, exist_ok=True)
+        (recipe.run.out / _FAILURE_FILE).unlink(missing_ok=True)  # an earlier run's
     except OSError as error:
         raise ConfigError(
             f"run.out = {str(recipe.run.out)!r}: can't be made ({error.strerror}); give a folder that can be written"

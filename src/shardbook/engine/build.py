@@ -2,7 +2,8 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from shardbook.engine.hooks import is_taken
 from shardbook.engine.layout import lay_out
 from shardbook.engine.partition import Part, partition
 from shardbook.engine.policy import Policy, Types
-from shardbook.engine.storage import Buffer, Storage, is_memory_known, place
+from shardbook.engine.storage import Buffer, Storage, is_memory_known, make_fake_meta
 from shardbook.engine.unit import Unit
 from shardbook.errors import ConfigError, DivergenceError
 
@@ -41,6 +42,9 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
                 f"model: parameter {name!r} is a DTensor; parameters that are already distributed are not supported: "
                 f"build the engine on the plain model"
             )
+        if parameter.layout != torch.strided or parameter.is_nested or parameter.is_quantized or parameter.is_complex():
+            kind = "a complex" if parameter.is_complex() else f"a {str(parameter.layout).removeprefix('torch.')}"
+            raise ConfigError(f"model: parameter {name!r} is {kind} tensor; dense real parameters are supported: convert it first")
     for path, module in model.named_modules():
         if is_taken(module) or any(parameter is not None and is_guarded(parameter) for parameter in module._parameters.values()):
             name = next((name for name in named if name.startswith(f"{path}." if path else "")), path)
@@ -68,8 +72,11 @@ def build_units(
     plan = [_group(part, policy, trains=trains) for part in parts]
     _check_same_model(plan, context.transport, context.storage)
     numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
+    around = {index for part in parts for index in part.ancestors}
     units: list[Unit] = []
-    _fake_meta_parameters(model, context.storage.device)
+    if not is_memory_known(torch.empty(0, device=context.storage.device)) and context.storage.device.type != "meta":
+        for parameter in named.values():
+            make_fake_meta(parameter)
     for index, (part, groups) in enumerate(zip(parts, plan, strict=True)):
         flats = [
             _make_flat(
@@ -93,7 +100,10 @@ def build_units(
             flat.adopt(source.tensor)
             source.give_back()
         units.append(Unit(context, index, part.name, part.modules, flats, part.ancestors))
-        units[-1].release()
+        if index not in around:  # units around others stay until those have been initialised
+            units[-1].release()
+    for unit in units:
+        unit.release()
     return units
 
 
@@ -204,7 +214,7 @@ def _materialise(flat: Flat, source: Buffer) -> None:
     """Parameters that were built on the meta device become views of ``source``."""
     for member, slot in zip(flat.members, flat.layout.slots, strict=True):
         if member.parameter.device.type == "meta":
-            place(member.parameter, source.view(slot.offset, member.shape, member.stride))
+            source.place(member.parameter, slot.offset, member.shape, member.stride)
             _spoil(member.parameter)
 
 
@@ -223,7 +233,7 @@ def _initialise(model: nn.Module, part: Part, init: Callable[[nn.Module], None],
         for named in _fill_buffers(module, device)
     ]
     roots = part.modules if part.modules[0] is not model else [module for module in modules if _owns(module, mine)]
-    with torch.no_grad():
+    with torch.no_grad(), _left_alone(modules, mine):
         for module in roots:
             init(module)
         for module in modules:
@@ -240,6 +250,20 @@ def _initialise(model: nn.Module, part: Part, init: Callable[[nn.Module], None],
             f"init: {missing[0]!r} of unit {part.name!r} was not initialised; "
             f"init(module) must fill every parameter and buffer of the module it gets, in place"
         )
+
+
+@contextmanager
+def _left_alone(modules: Sequence[nn.Module], mine: set[int]) -> Generator[None]:
+    """Parameters that another unit owns, and has initialised, go through ``init`` on a copy."""
+    guests = {id(parameter): parameter for module in modules for parameter in module._parameters.values() if parameter is not None}
+    kept = [(guest, guest.data) for key, guest in guests.items() if key not in mine and guest.device.type != "meta"]
+    for guest, values in kept:
+        guest.data = values.clone()
+    try:
+        yield
+    finally:
+        for guest, values in kept:
+            guest.data = values
 
 
 def _owns(module: nn.Module, ids: set[int]) -> bool:
@@ -269,15 +293,6 @@ def _spoil(tensor: Tensor) -> None:
 
 def _is_spoilt(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.numel() > 0 and is_memory_known(tensor) and bool(torch.isnan(tensor.detach()).all())
-
-
-def _fake_meta_parameters(model: nn.Module, device: torch.device) -> None:
-    """Under fake tensors, real tensors on the meta device can't be touched: make them fake as well."""
-    if device.type == "meta" or is_memory_known(torch.empty(0, device=device)):
-        return
-    for parameter in model.parameters():
-        if parameter.device.type == "meta":
-            place(parameter, torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"))
 
 
 def _stride(parameter: Tensor) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ class Transport(Protocol):
     num_ranks: int
     header_numel: int
     ordered: bool
+    tagged: bool  # whether messages find their operation whatever the order in which ranks come to it
     sends_from_anywhere: bool  # whether a gather may leave the own place of ``full`` alone
 
     def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
@@ -92,8 +93,7 @@ class Alone:
     rank = 0
     num_ranks = 1
     header_numel = 0
-    ordered = True
-    sends_from_anywhere = True
+    ordered = tagged = sends_from_anywhere = True
 
     def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
         return _Done()
@@ -139,8 +139,7 @@ class PointToPoint:
     """Gloo: tagged sends and receives. CUDA tensors travel through host memory, which gloo needs."""
 
     header_numel = 0
-    ordered = True
-    sends_from_anywhere = True
+    ordered = tagged = sends_from_anywhere = True
 
     def __init__(self, group: Any, rank: int, num_ranks: int, watch: Watch, journal: Journal) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -213,6 +212,22 @@ class PointToPoint:
             raise self._watch.failure(label, peer, error) from error
 
 
+class FakePointToPoint(PointToPoint):
+    """A fake group that stands for gloo: the same buffers and bytes, one call of the group for each collective."""
+
+    def _start(self, kind: Kind, channel: Channel, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Pending:
+        label = self._watch.post(kind, channel.number, channel.name)
+        sent = [source for peer, source in enumerate(sends) if source is not None and peer != self.rank]
+        landed = [target for peer, target in enumerate(receives) if target is not None and peer != self.rank]
+        if sent and landed:
+            dist.all_to_all(landed, sent, group=self._group)
+        self._journal.traffic(kind, channel.name, label.sequence, sum(source.numel() * source.element_size() for source in sent))
+        return _Done()
+
+    def close(self) -> None:
+        pass  # the group is the caller's
+
+
 class _Work:
     __slots__ = ("_after", "_label", "_watch", "_work")
 
@@ -236,7 +251,7 @@ class Collectives:
 
     def __init__(self, group: Any, reducing: Any, watch: Watch, journal: Journal, *, ordered: bool, headers: bool = True) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.ordered, self.sends_from_anywhere = ordered, False
+        self.ordered, self.tagged, self.sends_from_anywhere = ordered, False, False
         self.header_numel = 64 if headers else 0
         # reductions have a communicator of their own: a rank that lacks a gradient reduces later, between other gathers
         self._group, self._reducing, self._watch, self._journal = group, reducing, watch, journal
@@ -299,7 +314,7 @@ class Collectives:
         self.mismatch = wrong if self.mismatch is None else self.mismatch | wrong
 
 
-def connect(group: Any, watch: Watch, journal: Journal, reduction: Literal["auto", "ordered", "native"]) -> Transport:
+def connect(group: Any, watch: Watch, journal: Journal, reduction: Literal["auto", "ordered", "native"], device: torch.device) -> Transport:
     """The transport for a process group (None: one rank alone) and a choice of reduction."""
     if group is None:
         return Alone()
@@ -313,6 +328,8 @@ def connect(group: Any, watch: Watch, journal: Journal, reduction: Literal["auto
         ranks = dist.get_process_group_ranks(group)
         own = dist.new_group(ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=len(ranks) < dist.get_world_size())
         return PointToPoint(own, dist.get_rank(group), num_ranks, watch, journal)
+    if backend == "fake" and ordered and device.type != "cuda":
+        return FakePointToPoint(group, dist.get_rank(group), num_ranks, watch, journal)
     ranks = dist.get_process_group_ranks(group)
     reducing = group if backend == "fake" else dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
     return Collectives(group, reducing, watch, journal, ordered=ordered, headers=backend != "fake")

@@ -70,6 +70,7 @@ class Engine:
         named = check_model(model)
         group = _group_of(mesh)
         place = choose_device(named, device, group)
+        _check_scheduler(scheduler, optimizer)
         if optimizer is not None:
             check_groups(optimizer, named)
             check_elementwise(optimizer, place)
@@ -169,6 +170,11 @@ class Engine:
 
         Where parameters are sharded all ranks must enter it. With ``write_back`` they must at every stage: rank 0's values are taken over.
         """
+        own = {id(member.parameter) for unit in self._units for _, _, member in unit.members}
+        for module in modules:
+            foreign = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
+            if foreign:
+                raise UsageError(f"engine.gathered: parameter {foreign[0]!r} of {type(module).__name__} is not under this engine")
         wanted = {id(parameter) for module in modules or (self.model,) for parameter in module.parameters()}
         units = [unit for unit in self._units if any(id(member.parameter) in wanted for _, _, member in unit.members)]
         with torch.no_grad():
@@ -187,8 +193,7 @@ class Engine:
             for unit in units:
                 unit.pins -= 1
                 if not unit.in_backward:
-                    with torch.no_grad():
-                        unit.release()
+                    unit.leave()
 
     @contextmanager
     def grads(self) -> Generator[Mapping[str, Tensor]]:
@@ -278,6 +283,12 @@ class Engine:
         unit.release()
 
 
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    theirs = getattr(scheduler, "optimizer", optimizer)
+    if scheduler is not None and (theirs is not optimizer or not callable(getattr(scheduler, "step", None))):
+        raise ConfigError("scheduler: it belongs to another optimizer (or has no step()); build it on the optimizer that the engine gets")
+
+
 def _group_of(mesh: DeviceMesh | None) -> Any:
     if mesh is not None:
         if mesh.ndim != 1:
@@ -301,7 +312,7 @@ def _connect(group: Any, config: ZeroConfig, device: torch.device) -> Context:
         ranks = "-".join(map(str, dist.get_process_group_ranks(group))) if num_ranks < dist.get_world_size() else "all"
         prefix = f"shardbook/{ranks}/{store.add(f'shardbook/{ranks}/engines/{dist.get_rank(group)}', 1)}"
     watch = Watch(dist.get_rank(group) if num_ranks > 1 else 0, num_ranks, store, prefix)
-    transport = connect(group, watch, journal, config.reduction)
+    transport = connect(group, watch, journal, config.reduction, device)
     watch.start(getattr(transport, "pairs", None))
     announcer = Announcer(store, prefix, watch)
     return Context(config, residency_of(config.stage), transport, Storage(device, journal), journal, watch, announcer)

@@ -19,7 +19,7 @@ from shardbook.engine.context import Context
 from shardbook.engine.journal import Kind
 from shardbook.engine.layout import FlatLayout, Span
 from shardbook.engine.policy import Types
-from shardbook.engine.storage import Buffer, place
+from shardbook.engine.storage import Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,6 @@ class Flat:
         stays = self._residency.full_parameters
         has_shard = not stays and (types.master is None or context.config.precision.keep_param_shard)
         self.full = self._buffer(Account.PARAM if stays else Account.GATHERED, types.param)
-        self._views = [
-            self.full.view(slot.offset, member.shape, member.stride) for slot, member in zip(self.layout.slots, members, strict=True)
-        ]
         self.shard = self._buffer(Account.PARAM, types.param, sharded=True) if has_shard else None
         self.master = self._buffer(Account.MASTER, types.master, sharded=not self._residency.full_optimizer) if types.master else None
         self.pieces: tuple[Piece, ...] = self._make_pieces() if trainable else ()
@@ -78,8 +75,8 @@ class Flat:
             self.shard.tensor.copy_(source[self._first : self._end])
         if self.master is not None:
             self.master.tensor.copy_(source if self._residency.full_optimizer else source[self._first : self._end])
-        for member, view in zip(self.members, self._views, strict=True):
-            place(member.parameter, view)
+        for member, slot in zip(self.members, self.layout.slots, strict=True):
+            self.full.place(member.parameter, slot.offset, member.shape, member.stride)
 
     @property
     def _resting(self) -> Buffer | None:
@@ -274,7 +271,10 @@ class Flat:
         if adds_locally:
             wire = torch.promote_types(types.reduce, types.grad)
         self.unreduced = self._buffer(Account.GRAD_FULL, wire)
-        self._gradient_views = [self.slot_view(self.unreduced, index) for index in range(len(self.members))]
+        self._gradient_views = [
+            self.unreduced.view(slot.offset, member.shape, member.stride)
+            for slot, member in zip(self.layout.slots, self.members, strict=True)
+        ]
         self.unreduced.give_back()
         # where the reduced gradient is kept in full and in the same type, it takes the place of the unreduced one
         self._shares = full_gradients and types.grad == wire

@@ -34,7 +34,7 @@ _METHODS = (
 )  # fmt: skip
 _FUNCTIONS = (
     "numel", "is_floating_point", "is_complex", "is_signed", "is_same_size", "empty_like", "zeros_like", "ones_like", "full_like",
-    "rand_like", "randn_like", "randint_like",
+    "rand_like", "randn_like", "randint_like", "result_type", "can_cast",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardbook.accounts import Account
 from shardbook.engine import hooks
-from shardbook.engine.announce import Word
+from shardbook.engine.announce import Said, Word
 from shardbook.engine.context import Context
 from shardbook.engine.exchange import Tally
 from shardbook.engine.policy import DTYPES
@@ -48,6 +48,7 @@ class Passes:
         self._trains, self._thaw = trains, thaw
         self._micro_batch: _MicroBatch | None = None
         self._depth = 0
+        self._is_over = False  # the step's last micro-batch is done
         self._is_reduced = False  # everything of this step that has landed so far
         self._reducing: Unit | None = None
         self._own_modules = [_own_modules(unit, units) for unit in units]
@@ -90,7 +91,7 @@ class Passes:
         for unit in self._units:
             unit.forget_gradients()
         self.tally = Tally()
-        self._is_reduced = False
+        self._is_reduced = self._is_over = False
         self._settle_down()
 
     def abandon(self) -> None:
@@ -116,7 +117,8 @@ class Passes:
             if unit.index == 0 and not recomputes:
                 self._begin_forward(with_graph=with_graph)
             if not recomputes:
-                self._announce("forward", unit, with_graph=with_graph)
+                if self.forward_order.is_announced if self._depth else with_graph:
+                    self._announce("forward", unit)
                 self.forward_order.enter(unit.index)
                 self._watch.activity = f"forward of {unit.name!r}"
             unit.wait()
@@ -165,7 +167,7 @@ class Passes:
             if self._trains and with_graph and not self.tally.num_micro_batches:
                 self._thaw_units()
             self._journal.phase = "forward"
-            self.forward_order.begin()
+            self.forward_order.begin(announced=with_graph)
         self._depth += 1
 
     def _thaw_units(self) -> None:
@@ -228,6 +230,7 @@ class Passes:
             for other in self._units:
                 if other.in_backward and not other.is_related_to(unit):
                     other.release()
+                    other.in_backward = False  # until backward comes to another call of it
                     self._close(other)
             unit.wait()
             unit.in_backward = True
@@ -262,9 +265,10 @@ class Passes:
                 unit.end_micro_batch()
             self.reduce_order.restart()
             self.backward_order.end()
-            if not given.empty and not self._residency.full_parameters and not self._are_orders_agreed:
+            if not given.empty and self._announces:
                 self._context.announcer.tell("end")
             self._context.announcer.next_micro_batch()
+            self._is_over = self._reduces_now and (self._residency.full_gradients or bool(given.last))
             self.tally.add(given.loss, given.weight, empty=given.empty)
             self._micro_batch = None
             self.in_backward = False
@@ -284,43 +288,41 @@ class Passes:
                 Account.COMM, "root", max(flat.full.nbytes for unit in self._units for flat in unit.flats), torch.uint8
             )
             served: list[Served] = []
-            for word, index in self._what_others_do():
-                if word == "reduce":
+            for said in self._what_others_do():
+                if said.word == "reduce":
                     for due in self.reduce_order.take():
                         self._launch(self._units[due])
-                else:
-                    order = self.forward_order if word == "forward" else self.backward_order
-                    order.enter(index)
-                    served.append(self._units[index].serve(sink.tensor))
+                elif said.enters:
+                    (self.forward_order if said.word == "forward" else self.backward_order).enter(said.unit)
+                if said.gathers:
+                    served.append(self._units[said.unit].serve(sink.tensor))
             self._end_backward()
             for each in served:
                 each.wait()
             sink.give_back()
 
-    def _what_others_do(self) -> Iterator[tuple[str, int]]:
-        """The gathers (and, where it matters, reductions) of the ranks with data: as agreed, or as one of them announces."""
+    def _what_others_do(self) -> Iterator[Said]:
+        """The gathers and reductions of the ranks with data: as one of them announces, or as all have agreed."""
         self.forward_order.begin()
-        if self._are_orders_agreed:
-            yield from (("forward", index) for index in self.forward_order.agreed)
-            self.forward_order.end()
-            self._begin_backward()
-            yield from (("backward", index) for index in self.backward_order.agreed)
-        else:
+        self._begin_backward()
+        if self._announces:
             self._context.announcer.tell("empty")
-            self._begin_backward()
             yield from self._context.announcer.follow()
-            self.forward_order.end()
+        else:
+            yield from (Said("forward", index, gathers=True) for index in self.forward_order.agreed)
+            yield from (Said("backward", index, gathers=True) for index in self.backward_order.agreed)
+        self.forward_order.end()
 
     @property
-    def _are_orders_agreed(self) -> bool:
-        return bool(self.forward_order.agreed and self.backward_order.agreed)
+    def _announces(self) -> bool:
+        """Whether ranks with data say what they do. Where messages have no tags, an agreed order must be kept to and says enough."""
+        transport = self._context.transport
+        agreed = bool(self.forward_order.agreed and self.backward_order.agreed)
+        return not self._residency.full_parameters and transport.num_ranks > 1 and (transport.tagged or not agreed)
 
-    def _announce(self, word: Word, unit: Unit, *, with_graph: bool = True) -> None:
-        """Say what this rank does next, for ranks without data, while they can't know it."""
-        if self._residency.full_parameters or self._are_orders_agreed or not with_graph:
-            return
-        if word == "reduce" or unit.presence is Presence.AWAY:
-            self._context.announcer.tell(word, unit.index)
+    def _announce(self, word: Word, unit: Unit) -> None:
+        if self._announces:
+            self._context.announcer.tell(word, unit.index, gathers=word != "reduce" and unit.presence is Presence.AWAY)
 
     # ---- what both need -----------------------------------------------------------------------------------------------------
 
@@ -348,6 +350,8 @@ class Passes:
             if unit.presence is Presence.AWAY:
                 if prefetch.limit is not None and self._journal.live(Account.GATHERED) + unit.full_nbytes > prefetch.limit:
                     break
+                if order.is_announced:
+                    self._announce("ahead", unit)
                 unit.fetch()
 
     def _release_unused(self) -> None:
@@ -377,8 +381,8 @@ class Passes:
                 "this engine was built without an optimizer and trains nothing: "
                 "evaluate under torch.no_grad(), or build it with an optimizer"
             )
-        if self._is_reduced and self._residency.full_gradients:
-            raise UsageError("engine.backward: the last micro-batch of this step has been reduced already; call engine.step()")
+        if self._is_over:
+            raise UsageError("engine.backward: the last micro-batch of this step has been done already; call engine.step()")
         if self.tally.num_micro_batches >= self._config.accumulate:
             raise UsageError(
                 f"engine.backward: this would be micro-batch {self.tally.num_micro_batches + 1} of a step with "

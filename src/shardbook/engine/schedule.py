@@ -17,10 +17,11 @@ class GatherOrder:
         self._recorded = False
         self._active = False
         self._position: int | None = None
+        self.is_announced = True
 
-    def begin(self) -> None:
-        """A pass starts."""
-        self._active = True
+    def begin(self, *, announced: bool = True) -> None:
+        """A pass starts; ``announced``: ranks without data take part in it (they take part in training, not in evaluation)."""
+        self._active, self.is_announced = True, announced
         self._position = -1 if self.agreed else None
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ from shardbook.engine.journal import Journal
 class Buffer:
     """A flat tensor of ``numel`` elements whose memory is absent until :meth:`take` and again after :meth:`give_back`."""
 
-    __slots__ = ("_journal", "_padding", "_tier", "account", "present", "tensor", "unit")
+    __slots__ = ("_aliases", "_journal", "_padding", "_tier", "account", "present", "tensor", "unit")
 
     def __init__(
         self, journal: Journal, account: Account, unit: str, numel: int, dtype: torch.dtype, device: torch.device, padding: int
@@ -29,6 +29,7 @@ class Buffer:
         self.account = account
         self.unit = unit
         self.present = True
+        self._aliases: list[tuple[Tensor, int]] = []
         with torch.inference_mode(False), torch.no_grad():
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._book(1)
@@ -49,9 +50,23 @@ class Buffer:
     def give_back(self) -> None:
         """Free the memory, whoever still holds a view of it."""
         if self.present:
+            if not self.tensor.untyped_storage().resizable():
+                self.leave()  # numpy has been given it
             self.tensor.untyped_storage().resize_(0)
             self.present = False
             self._book(-1)
+
+    def leave(self) -> None:
+        """Let whoever holds a view of the memory keep it, and go on in other memory, its content undefined."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            fresh = torch.empty_like(self.tensor)
+            for alias, offset in self._aliases:
+                view = self._view_of(fresh, offset, alias.shape, alias.stride())
+                if isinstance(alias, nn.Parameter):
+                    alias.data = view
+                else:
+                    alias.set_(view)  # pyright: ignore[reportArgumentType]
+            self.tensor.set_(fresh)  # pyright: ignore[reportArgumentType]
 
     def rebook(self, account: Account) -> None:
         """The same bytes serve another purpose from now on."""
@@ -64,9 +79,21 @@ class Buffer:
 
     def view(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
         """A tensor object on this memory that autograd does not know as a view (so it can become a parameter)."""
-        # set_ rather than slicing: a fake tensor keeps weak references to its views, and those forbid swap_tensors
         with torch.no_grad():
-            return self.tensor.new_empty(0).set_(self.tensor.untyped_storage(), offset, tuple(shape), tuple(stride))
+            view = self._view_of(self.tensor, offset, shape, stride)
+        self._aliases.append((view, offset))
+        return view
+
+    def place(self, parameter: nn.Parameter, offset: int, shape: Sequence[int], stride: Sequence[int]) -> None:
+        """Make the parameter an alias of this memory: same object, same hooks and groups, other memory (and perhaps another type)."""
+        with torch.no_grad():
+            _become(parameter, self._view_of(self.tensor, offset, shape, stride))
+        self._aliases.append((parameter, offset))
+
+    @staticmethod
+    def _view_of(tensor: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        # set_ rather than slicing: a fake tensor keeps weak references to its views, and those forbid swap_tensors
+        return tensor.new_empty(0).set_(tensor.untyped_storage(), offset, tuple(shape), tuple(stride))
 
     def _book(self, sign: int) -> None:
         self._journal.book(self.account, self._tier, self.unit, sign * self.nbytes, sign * self._padding)
@@ -92,20 +119,35 @@ def is_memory_known(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and not _is_fake(tensor)
 
 
-def place(parameter: nn.Parameter, view: Tensor) -> None:
-    """Make the parameter an alias of ``view``: same object, same hooks and groups, other memory (and perhaps another type)."""
-    requires_grad, grad = parameter.requires_grad, parameter.grad
-    if grad is not None:
-        parameter.grad = None
+def make_fake_meta(parameter: nn.Parameter) -> None:
+    """Under fake tensors a real parameter on the meta device can't be touched: make it a fake one there."""
+    if parameter.device.type == "meta" and not _is_fake(parameter):
+        _become(parameter, torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"))
+
+
+def _become(parameter: nn.Parameter, view: Tensor) -> None:
+    requires_grad = parameter.requires_grad
+    parameter.grad = None
     if parameter.device.type == view.device.type and _is_fake(parameter) == _is_fake(view):
         parameter.data = view
         return
     # from the meta device, .data refuses another kind of tensor; swapping keeps identity
-    fresh: Any = view if _is_fake(view) else nn.Parameter(view, requires_grad=False)
     if _is_fake(view):
+        fresh: Any = view
         fresh._is_param = True
-    torch.utils.swap_tensors(parameter, fresh)
+        if _is_fake(parameter):
+            _swap_fakes(parameter, fresh)
+        else:
+            torch.utils.swap_tensors(parameter, fresh)
+    else:
+        torch.utils.swap_tensors(parameter, nn.Parameter(view, requires_grad=False))
     parameter.requires_grad_(requires_grad)
+
+
+def _swap_fakes(one: Any, other: Any) -> None:
+    """``swap_tensors`` for two fake tensors, which it refuses because their mode keeps weak references to them."""
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 def _is_fake(tensor: Tensor) -> bool:

@@ -142,6 +142,15 @@ class Unit:
         """Take part in one gather of the other ranks without keeping what arrives: this rank has no data."""
         return Served([flat.serve(sink) for flat in self.flats if flat.layout.numel])
 
+    def leave(self) -> None:
+        """Release, but let whoever took a view of the full parameters keep what it saw."""
+        if not self._residency.full_parameters and not self.pins and not self.in_use and self.presence is Presence.HERE:
+            self._guard.close()
+            for flat in self.flats:
+                flat.full.leave()
+                flat.full.give_back()
+            self.presence = Presence.AWAY
+
     def changed(self) -> None:
         """The step has changed the values: older graphs must not use them."""
         self._guard.bump()
@@ -153,10 +162,19 @@ class Unit:
 
     def _complete_on_read(self) -> bool:
         """A read outside forward: what is under way to this rank may be awaited, but nothing may be asked of other ranks."""
+        if self._num_members and self.is_complete:
+            raise UsageError(f"parameters of unit {self.name!r} are used after {self._two_passes}")
         if not self._residency.full_parameters:
             return False
         self.wait()
         return True
+
+    @property
+    def _two_passes(self) -> str:
+        return (
+            f"all gradients of unit {self.name!r} had arrived in this micro-batch: the unit takes part in two backward passes (reentrant "
+            f"checkpoints do that); use torch.utils.checkpoint with use_reentrant=False, or one checkpoint around the unit"
+        )
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
@@ -164,11 +182,7 @@ class Unit:
         """Take one gradient; returns whether it was the last that the unit waits for in this micro-batch."""
         flat, landed = self._trainable[flat_index], self._landed[flat_index]
         if self.reduced:
-            raise UsageError(
-                f"a gradient for {flat.members[index].name!r} arrived after unit {self.name!r} had been reduced in this micro-batch: "
-                f"the unit takes part in two backward passes (reentrant checkpoints do that); use torch.utils.checkpoint with "
-                f"use_reentrant=False, or one checkpoint around the unit"
-            )
+            raise UsageError(f"a gradient for {flat.members[index].name!r} arrived after {self._two_passes}")
         again = landed[index] or (adds_locally and flat.has_gradient[index])
         flat.land(index, gradient, add=again)
         if not landed[index]:

@@ -1,5 +1,6 @@
 """One rank's run from its recipe to ``run.json``: what :mod:`shardbook.train.rank` and the ``train`` command call."""
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from shardbook.document import RunDocument, write_atomically
 from shardbook.train.devices import choose_device, process_group
 from shardbook.train.loop import open_training
 from shardbook.train.recipe import Recipe, Sourced, build_recipe
-from shardbook.train.terminal import Reporter
+from shardbook.train.terminal import EngineWords, Reporter
 from shardbook.train.world import ALONE, World, find_world
 
 RUN_FILE = "run.json"
@@ -26,6 +27,7 @@ def run(recipe: Recipe, world: World, *, as_json: bool) -> int:
     """Trains as the recipe says. The exit code: 0, or 1 if the plain loop disagreed."""
     device = choose_device(recipe.run.device, world)
     reporter = Reporter(recipe, as_json=as_json, silent=world.rank != 0)
+    logging.getLogger("shardbook").addHandler(EngineWords(reporter))
     with process_group(world, device) as backend, open_training(recipe, world, device) as training:
         ranks = f"{world.num_ranks} on {device.type}, backend {backend}, started by {world.started_by}"
         reporter.begin({"data": training.text.describe(), "ranks": ranks, "engine": _summary(training.engine.describe())})

@@ -1,5 +1,6 @@
 """What a run says: settings once, progress while it goes on, a table at the end. Rank 0 speaks, the others are silent."""
 
+import logging
 import sys
 import time
 from collections.abc import Generator, Mapping
@@ -56,12 +57,13 @@ class Reporter:
         now = time.perf_counter()
         rate, self._last = report.weight / (now - self._last), now
         if not report.applied:
-            self._say(f"step {step}: not applied, {report.nonfinite or 'the loss'} is not finite; parameters are as before")
+            what = "the loss" if report.nonfinite in (None, "loss") else f"the gradient of {report.nonfinite}"
+            self.say(f"step {step}: not applied: {what} is not finite; the parameters are as before")
         words = f"loss {_loss(report.loss)}  {rate:,.0f} tokens/s  {_memory(device)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, description=words)
         elif step in (1, self._recipe.run.steps) or step % max(1, self._recipe.run.steps // _LINES) == 0:
-            self._say(f"step {step}/{self._recipe.run.steps}  {words}")
+            self.say(f"step {step}/{self._recipe.run.steps}  {words}")
 
     def finish(self, document: RunDocument, path: Path) -> None:
         """The table at the end, or the document itself."""
@@ -73,8 +75,22 @@ class Reporter:
             words = same if document.baseline.identical else f"[red]first differs at[/] {escape(document.baseline.difference or '')}"
             self._console.print(f"[bold]plain loop[/] {words}")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """One line on stderr, above the bar if there is one; any rank may."""
         (self._bar.console if self._bar is not None else Console(stderr=True, soft_wrap=True, highlight=False)).print(escape(line))
+
+
+class EngineWords(logging.Handler):
+    """What the engine has to say, put above the bar; not that a step was not applied, which the loop says once and by number."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__(logging.WARNING)
+        self._reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Says one record."""
+        if record.module != "step":
+            self._reporter.say(f"shardbook: {record.getMessage()}")
 
 
 def settings_table(recipe: Recipe) -> Table:

@@ -57,7 +57,7 @@ class Totals:
     first_nonfinite: int | None
     has_gradient: tuple[bool, ...]
     mismatch: bool
-    orders_agree: tuple[bool, ...]
+    digests_agree: tuple[bool, ...]
 
     @property
     def is_finite(self) -> bool:
@@ -122,14 +122,14 @@ def add_up(rows: Sequence[Sequence[float]], num_parameters: int, num_digests: in
         first_nonfinite=None if math.isinf(first) else int(first),
         has_gradient=tuple(bool(merged[index // _BITS] >> index % _BITS & 1) for index in range(num_parameters)),
         mismatch=any(row[2] for row in rows),
-        orders_agree=tuple(len({row[_NUM_FIXED + index] for row in rows}) == 1 for index in range(num_digests)),
+        digests_agree=tuple(len({row[_NUM_FIXED + index] for row in rows}) == 1 for index in range(num_digests)),
     )
 
 
 def assumed(tally: Tally, has_gradient: Sequence[bool], num_ranks: int, num_digests: int) -> Totals:
     """Totals where tensors have no values: every rank as this one, everything finite, norm 1, loss and weights 1 each."""
     weight = float(tally.num_micro_batches * num_ranks)
-    return Totals(1.0, weight, 1.0, None, tuple(has_gradient), mismatch=False, orders_agree=(True,) * num_digests)
+    return Totals(1.0, weight, 1.0, None, tuple(has_gradient), mismatch=False, digests_agree=(True,) * num_digests)
 
 
 def _checked_weight(weight: float, weighted: int, unweighted: int) -> float:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardbook.engine.storage import is_memory_known
+
 CHUNK_NUMEL = 1 << 17
 """Elements added at a time, so that a chunk of every part stays in cache."""
 
@@ -21,6 +23,8 @@ def add_in_order(out: Tensor, parts: Sequence[Tensor], scratch: Tensor | None, *
     All are flat and equally long. With ``scratch`` (at least a chunk, in the type of the sum) ``out`` may have another type, share
     memory with any of the parts, and be added to; without, the sum is formed in ``out`` itself.
     """
+    if not is_memory_known(out):
+        return  # no values: thousands of chunks would add up nothing
     for begin in range(0, out.numel(), CHUNK_NUMEL):
         end = min(begin + CHUNK_NUMEL, out.numel())
         total = out[begin:end] if scratch is None else scratch[: end - begin]
@@ -45,7 +49,7 @@ def sum_of_squares(piece: Tensor, start: int, scratch: Tensor) -> Tensor:
     fp32 values cannot overflow float64.
     """
     total = torch.zeros((), dtype=torch.float64, device=piece.device)
-    begin = 0
+    begin = 0 if is_memory_known(piece) else piece.numel()
     while begin < piece.numel():
         end = min(piece.numel(), begin + BLOCK_NUMEL - (start + begin) % BLOCK_NUMEL)
         block = scratch[: end - begin]

@@ -5,6 +5,7 @@ seen so far) and decides. How a unit does it is `unit`'s, in which order is `sch
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class Passes:
         self.tally = Tally()
         self.forward_order, self.backward_order = GatherOrder(), GatherOrder()
         self.reduce_order = _first_reduce_order(units)
+        self.entered: Counter[tuple[str, int]] = Counter()  # how often this step's passes have entered each unit
         self.loss_scale = 1.0
         self.in_backward = False
         self._context, self._config, self._residency = context, context.config, context.residency
@@ -91,6 +93,7 @@ class Passes:
         for unit in self._units:
             unit.forget_gradients()
         self.tally = Tally()
+        self.entered.clear()
         self._is_reduced = self._is_over = False
         self._settle_down()
 
@@ -119,6 +122,7 @@ class Passes:
             if not recomputes:
                 if self.forward_order.is_announced if self._depth else with_graph:
                     self._announce("forward", unit)
+                    self.entered["forward", unit.index] += 1
                 self.forward_order.enter(unit.index)
                 self._watch.activity = f"forward of {unit.name!r}"
             unit.wait()
@@ -225,6 +229,7 @@ class Passes:
                 return
             self._announce("backward", unit)
             self.backward_order.enter(unit.index)
+            self.entered["backward", unit.index] += 1
             self._watch.activity = f"backward of {unit.name!r}"
             unit.fetch()  # before anything is awaited: the other ranks may need this rank's shard to come to that point
             for other in self._units:
@@ -294,6 +299,7 @@ class Passes:
                         self._launch(self._units[due])
                 elif said.enters:
                     (self.forward_order if said.word == "forward" else self.backward_order).enter(said.unit)
+                    self.entered[said.word, said.unit] += 1
                 if said.gathers:
                     served.append(self._units[said.unit].serve(sink.tensor))
             self._end_backward()

@@ -57,7 +57,7 @@ class GatherOrder:
         return found
 
     def digest(self) -> int:
-        return _digest(self._seen)
+        return digest(self._seen)
 
     def settle(self, *, agreed: bool) -> None:
         """At the step boundary: adopt what was seen if all ranks saw it."""
@@ -111,7 +111,7 @@ class ReduceOrder:
         self._completed = []
 
     def digest(self) -> int:
-        return _digest(self._candidate())
+        return digest(self._candidate())
 
     def settle(self, *, agreed: bool) -> None:
         """At the step boundary: reduce in the order of completion from now on, if it was the same on all ranks."""
@@ -124,5 +124,6 @@ class ReduceOrder:
         return seen + tuple(unit for unit in self.agreed if unit not in seen)
 
 
-def _digest(units: Iterable[int]) -> int:
+def digest(units: Iterable[int]) -> int:
+    """A number that differs, in all likelihood, where the sequence does; small enough to be exact in float64."""
     return zlib.crc32(",".join(map(str, units)).encode())

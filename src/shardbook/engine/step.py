@@ -17,6 +17,7 @@ from shardbook.engine.flat import Flat
 from shardbook.engine.optimizer import PieceOptimizer
 from shardbook.engine.passes import Passes
 from shardbook.engine.report import StepReport
+from shardbook.engine.schedule import digest
 from shardbook.engine.storage import is_memory_known
 from shardbook.engine.unit import Unit
 from shardbook.errors import DivergenceError
@@ -64,20 +65,36 @@ class Stepper:
             for member, flag in zip(flat.members, flat.has_gradient, strict=True):
                 has_gradient[member.number] = flag
         mismatch = self._transport.mismatch if isinstance(self._transport, Collectives) else None
-        vector = pack(passes.tally, squares, mismatch, numbers, [order.digest() for order in orders], has_gradient)
+        entries = [passes.entered[name, unit.index] for name in ("forward", "backward") for unit in self._units]
+        digests = [*(order.digest() for order in orders), digest(entries)]
+        vector = pack(passes.tally, squares, mismatch, numbers, digests, has_gradient)
         gathered = self._transport.exchange(vector, "the step")
         if is_memory_known(gathered):
-            totals = add_up(gathered.tolist(), len(self._names), len(orders))
+            totals = add_up(gathered.tolist(), len(self._names), len(digests))
         else:
-            totals = assumed(passes.tally, has_gradient, self._transport.num_ranks, len(orders))
+            totals = assumed(passes.tally, has_gradient, self._transport.num_ranks, len(digests))
         if totals.mismatch:
             raise DivergenceError(
                 "ranks took part in one collective with different operations (the headers differ); "
                 "all ranks must enter the same units in each step"
             )
-        for order, agreed in zip(orders, totals.orders_agree, strict=True):
+        if not self._residency.full_parameters and not totals.digests_agree[-1]:
+            self._raise_different_entries(entries)
+        for order, agreed in zip(orders, totals.digests_agree[:-1], strict=True):
             order.settle(agreed=agreed)
         return totals
+
+    def _raise_different_entries(self, entries: Sequence[int]) -> None:
+        """Where units are gathered, all ranks must enter the same ones: name the first that some rank did not."""
+        rows = self._transport.exchange(torch.tensor(entries, dtype=torch.float64, device=self._storage.device), "the step").tolist()
+        for index, counts in enumerate(zip(*rows, strict=True)):
+            if len(set(counts)) > 1:
+                unit, which = self._units[index % len(self._units)].name, "forward" if index < len(self._units) else "backward"
+                each = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(counts))
+                raise DivergenceError(
+                    f"the ranks did not enter the same units in this step: {which} entered unit {unit!r} a different number of times ({each}); "
+                    f"where parameters are sharded every rank must enter each unit that another enters. The step was not applied"
+                )
 
     def _sum_squares(self) -> tuple[list[int], Tensor]:
         """Numbers of the parameters that lie in this rank's shards, and the sums of their squared gradients there, in float64."""

@@ -38,6 +38,13 @@ _TABLES: Mapping[str, type[Any]] = {
     "zero": ZeroConfig,
     "run": RunSettings,
 }
+_NUMBERS: Mapping[str, str] = {
+    "micro_batch": "batch.micro_batch",
+    "accumulate": "zero.accumulate",
+    "ranks": "run.ranks",
+    "global_batch": "batch.global_batch",
+}
+"""The four numbers of a step, and where a recipe has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,20 +121,16 @@ def build_recipe(file: Mapping[str, Sourced], options: Mapping[str, Sourced]) ->
     _check_model(given)
     faults: list[str] = []
     built = {table: _build(table, given, faults) for table in _TABLES if table not in ("batch", "zero")}
-    zero, batch = _build("zero", given, faults), _build("batch", given, faults)
+    zero, _ = _build("zero", given, faults), _build("batch", given, faults)
     if faults:
         raise ConfigError("\n".join(faults))
     numbers = _numbers(given, built["run"].ranks, zero)
-    given_batch = {**given, "batch.micro_batch": Sourced(value=numbers.micro_batch, origin=DERIVED)}
-    given_batch["batch.global_batch"] = Sourced(value=numbers.global_batch, origin=DERIVED)
-    batch = _build("batch", given_batch, faults)
-    zero = _build("zero", {**given, "zero.accumulate": Sourced(value=numbers.accumulate, origin=DERIVED)}, faults)
+    completed = given | {home: Sourced(value=getattr(numbers, name), origin=DERIVED) for name, home in _NUMBERS.items() if name != "ranks"}
+    built |= {table: _build(table, completed, faults) for table in ("batch", "zero")}
     if faults:
         raise ConfigError("\n".join(faults))
-    homes = {"micro_batch": "batch.micro_batch", "accumulate": "zero.accumulate", "global_batch": "batch.global_batch"}
     model_file = Path(given[_MODEL_FILE].value) if _MODEL_FILE in given else None
-    derived = tuple(homes[name] for name in numbers.derived)
-    return Recipe(model_file=model_file, batch=batch, zero=zero, given=given, derived=derived, **built)
+    return Recipe(model_file=model_file, given=given, derived=tuple(_NUMBERS[name] for name in numbers.derived), **built)
 
 
 def known_names() -> tuple[str, ...]:
@@ -217,23 +220,11 @@ def _check_model(given: Mapping[str, Sourced]) -> None:
 
 
 def _numbers(given: Mapping[str, Sourced], ranks: int, zero: ZeroConfig) -> BatchNumbers:
-    homes = {
-        "micro_batch": "batch.micro_batch",
-        "global_batch": "batch.global_batch",
-        "accumulate": "zero.accumulate",
-        "ranks": "run.ranks",
-    }
-    origins = {name: given[home].origin if home in given else DEFAULT for name, home in homes.items()}
-    asked = {name: given[homes[name]].value for name in ("micro_batch", "global_batch") if homes[name] in given}
-    accumulate = zero.accumulate if "zero.accumulate" in given else None
-    return batch_numbers(
-        ranks=ranks,
-        micro_batch=asked.get("micro_batch"),
-        accumulate=accumulate,
-        global_batch=asked.get("global_batch"),
-        usual_micro_batch=BatchSettings().micro_batch,
-        origins=origins,
-    )
+    origins = {name: given[home].origin if home in given else DEFAULT for name, home in _NUMBERS.items()}
+    asked = {name: given[_NUMBERS[name]].value if _NUMBERS[name] in given else None for name in ("micro_batch", "global_batch")}
+    accumulate = zero.accumulate if _NUMBERS["accumulate"] in given else None
+    usual = BatchSettings().micro_batch
+    return batch_numbers(ranks=ranks, accumulate=accumulate, usual_micro_batch=usual, origins=origins, **asked)
 
 
 def _flatten(prefix: str, value: Any, found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What `gpu_check` lets ranks do: train beside the plain loop, under delayed kernels, and with the allocator's counters.
+"""What `gpu_check` lets ranks do: train beside the plain loop, also under delayed kernels, and use NCCL's transport by itself.
 
 Each case is called by every rank of a group, returns a :class:`Found`, and runs on a CUDA device or, for a try of the code itself,
 on the CPU. All ranks share one device.
@@ -16,13 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import engines, models
-from benchmarks.measure import MIB, AllocationRecords
 
 STEPS = 3
 ACCUMULATE = 2
-MEMORY_CONFIG = models.GPTConfig(layers=12, width=1024, heads=16, vocab=16_384, sequence=512)
-WORKSPACE_MIB = 80
-"""What cuBLAS keeps for itself in the allocator, generously."""
 
 
 @dataclass(kw_only=True)
@@ -175,112 +171,49 @@ def _stream(device: torch.device) -> AbstractContextManager[Any]:
 
 def collectives(device: str) -> Found:
     """The transport that NCCL gets, on the backend itself: each collective reads what a delayed kernel writes before it."""
-    from shardbook.engine.comm import Channel, Collectives
+    from shardbook.engine.comm import Collectives
     from shardbook.engine.journal import Journal
     from shardbook.engine.watch import Watch
 
     where, wrong = prepare(device), []
-    sleep = sleeper(where)
     for ordered in (True, False):
         transport = Collectives(dist.group.WORLD, dist.group.WORLD, Watch(0, 1, None, ""), Journal(), ordered=ordered)
         for turn in range(3):
-            values = torch.arange(1 << 16, dtype=torch.float32, device=where) + turn
-            full, receive = torch.zeros_like(values), torch.empty(transport.receive_numel(values.numel()), device=where)
-            for name in ("gather", "reduce"):
-                sleep()
-                full.copy_(values)
-                pending = (
-                    transport.gather(full, Channel(turn, name), "gather")
-                    if name == "gather"
-                    else transport.reduce(full, receive, Channel(turn, name))
-                )
-                pending.wait()
-                got = (full if name == "gather" else transport.parts(full, receive)[0]).clone()
-                full.zero_()  # what was sent may be changed now
-                if not torch.equal(got[: -transport.header_numel], values[: -transport.header_numel]):
-                    wrong.append(f"{name}, {'ordered' if ordered else 'native'}: other values than were sent")
-            sleep()
-            vector = torch.full((7,), float(turn), dtype=torch.float64, device=where)
-            if transport.exchange(vector, "exchange").tolist() != [[float(turn)] * 7]:
-                wrong.append("exchange: other values than were sent")
+            wrong += [
+                f"{what}, {'ordered' if ordered else 'native'}: other values than were sent"
+                for what in _wrong_values(transport, turn, where)
+            ]
         if transport.mismatch is not None and bool(transport.mismatch):
             wrong.append("headers: an operation did not find its own label")
     return Found(wrong=wrong)
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------------
+def _wrong_values(transport: Any, turn: int, device: torch.device) -> Iterator[str]:
+    """Which of a lone rank's collectives do not bring back what was sent. The end of a shard is the label's."""
+    from shardbook.engine.comm import Channel
 
-
-def memory(device: str, stage: int, dtype: engines.Dtype, config: models.GPTConfig) -> Found:
-    """Allocator figures of a steady step, beside the engine's books and the closed form between steps."""
-    where = prepare(device)
-    counters = _cuda_counters if device == "cuda" else _cpu_counters
-    contender, peak, reserved, live = counters(f"shardbook-{stage}", dtype, config, where)
-    booked = 0
-
-    def add(event: Any) -> None:
-        nonlocal booked
-        booked += getattr(event, "nbytes", 0)
-
-    contender.settle()
-    with contender.engine.observe(add):
-        pass
-    expected = persistent_nbytes(stage, dtype, config.num_parameters, dist.get_world_size())
-    wrong: list[str] = []
-    if not booked <= live <= booked * 1.01 + WORKSPACE_MIB * MIB:
-        wrong.append(f"between steps {live} bytes are allocated, {booked} are booked")
-    if not expected * 0.999 <= booked <= expected * 1.02 + MIB:
-        wrong.append(f"between steps {booked} bytes are booked, the closed form is {expected}")
-    figures = {
-        "peak MiB": peak / MIB,
-        "reserved MiB": reserved / MIB,
-        "live MiB": live / MIB,
-        "booked MiB": booked / MIB,
-        "formula MiB": expected / MIB,
-    }
-    return Found(wrong=wrong, figures=figures)
-
-
-def persistent_nbytes(stage: int, dtype: engines.Dtype, num_parameters: int, num_ranks: int) -> int:
-    """Between steps: parameters, master where it is another type, and two moments, each full or one rank's share."""
-    param, state = (0, 12) if dtype == "fp32" else (2, 12)  # in fp32 the parameters are what the optimizer updates
-    if stage == 0:
-        return num_parameters * (param + state)
-    if stage == 3:
-        return num_parameters * state // num_ranks
-    return (
-        num_parameters * 4 + num_parameters * 8 // num_ranks
-        if dtype == "fp32"
-        else num_parameters * param + num_parameters * state // num_ranks
+    sleep, channel = sleeper(device), Channel(turn, "check")
+    values = torch.arange(1 << 16, dtype=torch.float32, device=device) + turn
+    compared = slice(0, -transport.header_numel)
+    full, own, receive = (
+        torch.zeros_like(values),
+        torch.zeros_like(values),
+        torch.empty(transport.receive_numel(values.numel()), device=device),
     )
-
-
-def _cuda_counters(
-    name: str, dtype: engines.Dtype, config: models.GPTConfig, device: torch.device
-) -> tuple[engines.Contender, int, int, int]:
-    torch.cuda.init()
-    base = torch.cuda.memory_allocated()
-    contender = engines.make(name, dtype, config, device="cuda")
-    for step in range(STEPS):
-        _train_once(contender, config, device, step)
-    torch.cuda.reset_peak_memory_stats()
-    _train_once(contender, config, device, STEPS)
-    torch.cuda.synchronize()
-    return contender, torch.cuda.max_memory_allocated() - base, torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated() - base
-
-
-def _cpu_counters(
-    name: str, dtype: engines.Dtype, config: models.GPTConfig, device: torch.device
-) -> tuple[engines.Contender, int, int, int]:
-    with AllocationRecords() as records:
-        contender = engines.make(name, dtype, config)
-        for step in range(STEPS + 1):
-            with records.span(str(step)):
-                _train_once(contender, config, device, step)
-    return contender, records.peak(str(STEPS)).nbytes, 0, records.live_at_end(str(STEPS))
-
-
-def _train_once(contender: engines.Contender, config: models.GPTConfig, device: torch.device, step: int) -> None:
-    inputs, targets = models.batch(config, 4, rank=dist.get_rank(), step=step)
-    contender.step(inputs.to(device), targets.to(device))
-    contender.settle()
+    sleep()
+    own.copy_(values)
+    transport.gather(full, own, channel, "gather").wait()
+    got = full.clone()
+    own.zero_()  # what was sent may be changed now
+    if not torch.equal(got[compared], values[compared]):
+        yield "gather"
+    sleep()
+    full.copy_(values)
+    transport.reduce(full, receive, channel).wait()
+    got = transport.parts(full, receive)[0].clone()
+    full.zero_()
+    if not torch.equal(got[compared], values[compared]):
+        yield "reduce"
+    sleep()
+    if transport.exchange(torch.full((7,), float(turn), dtype=torch.float64, device=device), "check").tolist() != [[float(turn)] * 7]:
+        yield "exchange"

@@ -11,6 +11,7 @@ stage. Checks run in processes of their own, so that one that fails hides no oth
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_cases, models, ranks
+from benchmarks import gpu_cases, gpu_memory, models, ranks
 from benchmarks.gpu_cases import Training
 
 BUDGET_SECONDS = 450.0
@@ -79,12 +80,12 @@ def checks(device: str) -> Iterator[Check]:
         yield _equality(f"N = {num_ranks} {backend}, stage 3, fp32: delayed, on another stream", num_ranks, backend, device, training)
     for num_ranks, backend in groups:
         for stage in range(4):
-            arguments = (device, stage, "bf16", models.SMALL if small else gpu_cases.MEMORY_CONFIG)
+            arguments = (device, stage, "bf16", models.SMALL if small else gpu_memory.CONFIG)
             yield Check(
                 name=f"N = {num_ranks} {backend}, stage {stage}, bf16: memory",
                 num_ranks=num_ranks,
                 backend=backend,
-                case=gpu_cases.memory,
+                case=gpu_memory.memory,
                 arguments=arguments,
             )
 
@@ -117,7 +118,7 @@ def peaks_fall(rows: Sequence[Row]) -> Row:
     if len(peaks) < 4:
         return Row(name=name, status="not run", wrong=["not all stages were measured"])
     figures = {f"stage {stage}": peak for stage, peak in enumerate(peaks)}
-    falls = all(higher <= lower for lower, higher in zip(peaks, peaks[1:], strict=False))
+    falls = all(higher <= lower for lower, higher in itertools.pairwise(peaks))
     return Row(
         name=name, status="passed" if falls else "failed", figures=figures, wrong=[] if falls else ["a higher stage has a higher peak"]
     )

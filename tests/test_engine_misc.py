@@ -235,7 +235,7 @@ def frozen_engine(stage: int, entry: str) -> tuple[dict[str, Any], dict[str, int
     if through is not None:
         through.backward()
         assert x.grad is not None
-    return {"loss": float(loss)}, {account: nbytes for account, nbytes in held.items() if nbytes}
+    return {"loss": float(loss.detach())}, {account: nbytes for account, nbytes in held.items() if nbytes}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -243,7 +243,7 @@ def test_a_frozen_engine_without_an_optimizer(stage: int) -> None:
     model = built(ZOO["plain"], SEED)
     numel = sum(parameter.numel() for parameter in model.parameters())
     for rank, (values, held) in enumerate(ranks.call(2, frozen_engine, stage, "plain")):
-        assert values["loss"] == float(ZOO["plain"].forward(model, ZOO["plain"].batches(rank, 0, 0))[0])
+        assert values["loss"] == float(ZOO["plain"].forward(model, ZOO["plain"].batches(rank, 0, 0))[0].detach())
         assert set(held) <= {Account.PARAM}
         assert held.get(Account.PARAM, 0) <= numel * 4 * (0.6 if stage == 3 else 1.1)
 

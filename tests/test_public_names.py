@@ -11,7 +11,7 @@ import pytest
 import shardbook as sb
 
 # Grows as parts are built; a name that is once here stays.
-PUBLIC = {"Engine", "Offload", "Precision", "Prefetch", "Recompute", "StepReport", "ZeroConfig"}
+PUBLIC = {"Engine", "Ledger", "Offload", "Precision", "Prefetch", "Recompute", "RunDocument", "StepReport", "ZeroConfig"}
 
 DEFAULTS = {
     "Precision": {

@@ -12,19 +12,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardbook.config import Offload, Precision, Prefetch, Recompute, ZeroConfig
+    from shardbook.document import RunDocument
     from shardbook.engine.engine import Engine
     from shardbook.engine.report import StepReport
+    from shardbook.ledger.ledger import Ledger
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "Offload", "Precision", "Prefetch", "Recompute", "StepReport", "ZeroConfig"]
+__all__ = ["Engine", "Ledger", "Offload", "Precision", "Prefetch", "Recompute", "RunDocument", "StepReport", "ZeroConfig"]
 
 _HOMES = {
     "Engine": "shardbook.engine.engine",
+    "Ledger": "shardbook.ledger.ledger",
     "Offload": "shardbook.config",
     "Precision": "shardbook.config",
     "Prefetch": "shardbook.config",
     "Recompute": "shardbook.config",
+    "RunDocument": "shardbook.document",
     "StepReport": "shardbook.engine.report",
     "ZeroConfig": "shardbook.config",
 }

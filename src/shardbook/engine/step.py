@@ -92,7 +92,7 @@ class Stepper:
                 unit, which = self._units[index % len(self._units)].name, "forward" if index < len(self._units) else "backward"
                 each = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(counts))
                 raise DivergenceError(
-                    f"the ranks did not enter the same units in this step: {which} entered unit {unit!r} a different number of times ({each}); "
+                    f"the ranks did not enter the same units in this step: {which} entered unit {unit!r} not equally often ({each}); "
                     f"where parameters are sharded every rank must enter each unit that another enters. The step was not applied"
                 )
 

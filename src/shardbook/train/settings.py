@@ -110,7 +110,7 @@ class RunSettings:
     ranks: int = 2
     seed: int = 0
     check_baseline: int = 0
-    out: Path = Path("shardbook-run")
+    out: Path = Path("runs/train")
     port: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

@@ -396,6 +396,39 @@ def experts() -> nn.Module:
     return Decoder(Experts, depth=2)
 
 
+class Quiet(nn.Module):
+    """A weight of minus zero whose gradient is minus zero, on the ranks that use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.quiet = nn.Parameter(-torch.zeros(3 * 64 + 1))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        x = self.inner(x)
+        self.added = (self.quiet * -0.0).float().sum() if which % 2 else None
+        return x
+
+
+@entry(
+    "gradients of minus zero on some ranks and none on others: a sum that adds 0.0 for a missing one shows in the bits",
+    batches=with_rank(tokens),
+    loss=lambda output, batch: cross_entropy(output[0], batch) + (0.0 if output[1] is None else output[1]),
+    sometimes=frozenset(["block.quiet"]),
+)
+def minus_zero() -> nn.Module:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.block, self.head = nn.Embedding(VOCABULARY, WIDTH), Quiet(), nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, inputs: Tensor, rank: int, step: int) -> Any:
+            logits = self.head(self.block(self.embedding(inputs), rank + step))
+            return logits, self.block.added
+
+    return Model()
+
+
 # ---- odd shapes, types and memory ----------------------------------------------------------------------------------------
 
 
@@ -626,6 +659,27 @@ def keywords() -> nn.Module:
             return self.head(x)
 
     return Passing(Keyword)
+
+
+def in_containers(rank: int, step: int, micro: int) -> Batch:
+    """Floating inputs in a list in a dict."""
+    batch = vectors(rank, step, micro)
+    return Batch(({"rows": [batch.args[0], batch.args[0] * 2], "scale": 0.5},), {}, batch.targets, batch.weight, batch.seed)
+
+
+@entry("floating inputs of the model in a list in a dict", batches=in_containers)
+def inputs_in_containers() -> nn.Module:
+    class Opening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, inputs: dict[str, Any]) -> Tensor:
+            x, other = inputs["rows"]
+            return self.head(self.blocks[1](self.blocks[0](x) + other * inputs["scale"]))
+
+    return Opening()
 
 
 @entry("the next operation changes a block's output in place")

@@ -221,6 +221,13 @@ class Flat:
             if buffer is not None:
                 buffer.give_back()
 
+    def leave_gradients(self) -> None:
+        """Give up gradients that messages are still reading and writing: those keep the memory, other memory is used from now on."""
+        for buffer in (self.unreduced, self._receive, self.grad):
+            if buffer.present:
+                buffer.leave()
+                buffer.give_back()
+
     def forget_gradients(self) -> None:
         """After the step nothing of the gradients is left."""
         for piece in self.pieces:

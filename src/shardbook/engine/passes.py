@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardbook.accounts import Account
 from shardbook.engine import hooks
 from shardbook.engine.announce import Said, Word
+from shardbook.engine.comm import Pending
 from shardbook.engine.context import Context
 from shardbook.engine.exchange import Tally
 from shardbook.engine.policy import DTYPES
@@ -49,6 +50,7 @@ class Passes:
         self._units = tuple(units)
         self._trains, self._thaw = trains, thaw
         self._micro_batch: _MicroBatch | None = None
+        self._left_behind: list[Pending] = []  # by passes that were ended by an exception
         self._depth = 0
         self._is_over = False  # the step's last micro-batch is done
         self._is_reduced = False  # everything of this step that has landed so far
@@ -84,6 +86,7 @@ class Passes:
             for index in self.reduce_order.agreed:
                 self._launch(self._units[index])
             self._is_reduced = True
+        self._is_over = self._is_over or self._residency.full_gradients
         self._finish_launched()
         for unit in self._units:
             unit.finish_return()
@@ -105,6 +108,7 @@ class Passes:
         self._reducing = None
         with torch.no_grad():
             for unit in self._units:
+                self._left_behind += unit.abandon()
                 unit.in_use = 0
                 unit.end_micro_batch()
             self.reduce_order.restart()
@@ -209,7 +213,7 @@ class Passes:
     def _begin_backward(self) -> None:
         if self.in_backward:
             return
-        if self._micro_batch is None:
+        if self._micro_batch is None and self._trains:
             self._check_may_add()
             if self.loss_scale != 1.0:
                 raise UsageError(
@@ -273,8 +277,9 @@ class Passes:
             if not given.empty and self._announces:
                 self._context.announcer.tell("end")
             self._context.announcer.next_micro_batch()
-            self._is_over = self._reduces_now and (self._residency.full_gradients or bool(given.last))
-            self.tally.add(given.loss, given.weight, empty=given.empty)
+            if self._trains:
+                self._is_over = self._reduces_now and (self._residency.full_gradients or bool(given.last))
+                self.tally.add(given.loss, given.weight, empty=given.empty)
             self._micro_batch = None
             self.in_backward = False
             self._settle_down()
@@ -324,7 +329,8 @@ class Passes:
         """Whether ranks with data say what they do. Where messages have no tags, an agreed order must be kept to and says enough."""
         transport = self._context.transport
         agreed = bool(self.forward_order.agreed and self.backward_order.agreed)
-        return not self._residency.full_parameters and transport.num_ranks > 1 and (transport.tagged or not agreed)
+        listened_to = self._trains and transport.num_ranks > 1 and (transport.tagged or not agreed)
+        return listened_to and not self._residency.full_parameters
 
     def _announce(self, word: Word, unit: Unit) -> None:
         if self._announces:

@@ -229,6 +229,21 @@ class Unit:
         for flat in self.flats:
             flat.forget_gradients()
 
+    def abandon(self) -> list[Pending]:
+        """Give up what is under way, without waiting for ranks that may never send; returns it, to be kept until the group ends."""
+        left = [*self._reducing, *self._returning]
+        if left:
+            for flat in self._trainable:
+                flat.leave_gradients()
+        if self.presence is Presence.ARRIVING and not self._residency.full_parameters:
+            left += self._arriving
+            for flat in self.flats:
+                flat.full.leave()
+                flat.full.give_back()
+            self._arriving, self.presence = [], Presence.AWAY
+        self._reducing, self._returning = [], []
+        return left
+
     def end_micro_batch(self) -> None:
         """Nothing has landed yet in the next micro-batch."""
         self.reduced = self.is_closed = self.in_backward = False

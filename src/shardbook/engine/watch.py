@@ -65,6 +65,7 @@ class Watch:
         self._pairs: Any = None  # a process group of gloo
         self._bait = torch.empty(1)
         self._published = False
+        self._has_raised = False
         self._suspicion: _Cycle | None = None
         self._reported: Label | None = None
         self.activity = "build"
@@ -91,6 +92,9 @@ class Watch:
         sequence = self._counts.get(key, 0)
         self._counts[key] = sequence + 1
         self._last = Label(kind, channel, sequence, name)
+        if self._has_raised:  # the error was caught, and this rank goes on
+            self._has_raised = False
+            self._publish(self._record())
         return self._last
 
     def wait(self, label: Label, peer: int | None, work: Any) -> None:
@@ -107,6 +111,7 @@ class Watch:
     def raised(self, error: BaseException) -> None:
         """Tell the others that this rank leaves its step because of ``error``."""
         if self.num_ranks > 1 and not isinstance(error, RankError):
+            self._has_raised = True
             self._publish(self._record(ended=f"raised {type(error).__name__}: {_first_line(error)}"))
 
     def failure(self, label: Label, peer: int | None, error: Exception) -> RankError:

@@ -29,6 +29,7 @@ from shardbook.train.memory import peak_resident_nbytes
 SEVEN_BILLION = DecoderConfig(vocab=32_000, layers=32, width=4096, heads=32, kv_heads=32, ffn=11_008)
 SMALL = DecoderConfig(vocab=320, layers=3, width=96, heads=4, kv_heads=2, ffn=208)
 SEQUENCE = 2048
+SETTINGS = tuple((stage, precision) for precision in ("fp32", "bf16") for stage in range(4))
 Balances = dict[str, int]
 
 
@@ -37,7 +38,7 @@ class Cost:
     """Of building the model and taking one step."""
 
     num_parameters: int
-    seconds: float
+    seconds: float  # to build the model, the optimizer and the engine, and to step once; imports not counted
     resident_mib: float  # the process's peak, interpreter and libraries included
     persistent_nbytes: int  # what the engine's books hold between steps, per rank
 
@@ -62,20 +63,23 @@ def seven_billion(num_ranks: int = 1024) -> Cost:
     return Cost(num_parameters=num_parameters, seconds=seconds, resident_mib=resident_mib, persistent_nbytes=sum(books.between.values()))
 
 
-def fake_books(num_ranks: int, rank: int, stage: int, precision: str) -> Books:
-    """The small model on fake tensors, as ``rank``."""
+def fake_books(num_ranks: int, rank: int) -> list[Books]:
+    """The small model on fake tensors, as ``rank``, in each of :data:`SETTINGS`."""
     _join_fake(num_ranks, rank)
     try:
-        return _train_fake(SMALL, stage=stage, precision=precision, sequence=16, num_steps=3)[0]
+        return [_train_fake(SMALL, stage=stage, precision=precision, sequence=16, num_steps=3)[0] for stage, precision in SETTINGS]
     finally:
         dist.destroy_process_group()
 
 
-def real_books(stage: int, precision: str) -> Books:
+def real_books() -> list[Books]:
     """The same on real tensors; every rank of a group calls it."""
-    with torch.device("meta"):
-        model = Decoder(SMALL)
-    return _train(model, stage=stage, precision=precision, sequence=16, num_steps=3)[0]
+    found: list[Books] = []
+    for stage, precision in SETTINGS:
+        with torch.device("meta"):
+            model = Decoder(SMALL)
+        found.append(_train(model, stage=stage, precision=precision, sequence=16, num_steps=3)[0])
+    return found
 
 
 def _train_fake(config: DecoderConfig, **settings: Any) -> tuple[Books, int]:
@@ -164,14 +168,14 @@ class Comparison:
         return found
 
 
-def compare(num_ranks: int, precision: str) -> list[Comparison]:
-    """At all four stages."""
-    found: list[Comparison] = []
-    for stage in range(4):
-        real = ranks.run(num_ranks, real_books, stage, precision)
-        fake = [fake_books(num_ranks, rank, stage, precision) for rank in range(num_ranks)]
-        found.append(Comparison(num_ranks=num_ranks, stage=stage, precision=precision, fake=fake, real=real))
-    return found
+def compare(num_ranks: int) -> list[Comparison]:
+    """In all settings."""
+    real = ranks.run(num_ranks, real_books)
+    fake = [fake_books(num_ranks, rank) for rank in range(num_ranks)]
+    return [
+        Comparison(num_ranks=num_ranks, stage=stage, precision=precision, fake=[of[index] for of in fake], real=[of[index] for of in real])
+        for index, (stage, precision) in enumerate(SETTINGS)
+    ]
 
 
 def main() -> None:
@@ -188,11 +192,10 @@ def main() -> None:
         print(f"resident peak {cost.resident_mib:.0f} MiB; persistent per rank {cost.persistent_nbytes:,} bytes")
         return
     for num_ranks in (2, 4):
-        for precision in ("fp32", "bf16"):
-            for one in compare(num_ranks, precision):
-                print(f"N = {num_ranks}, stage {one.stage}, {precision}: {'different' if one.differences else 'equal'}")
-                for difference in one.differences:
-                    print(f"  {difference}")
+        for one in compare(num_ranks):
+            print(f"N = {num_ranks}, stage {one.stage}, {one.precision}: {'different' if one.differences else 'equal'}")
+            for difference in one.differences:
+                print(f"  {difference}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.traffic --ranks 2 4
 
-The closed form is DESIGN section 8 in elements, each × (N-1)/N, for k micro-batches: stages 0 and 1 2Ψ, stage 2 (k+1)Ψ, stage 3
-3kΨ. In bytes: gradients travel in the type autograd made them in (fp32 once several were added locally), the full gradients of
+The closed form in elements (ZeRO paper, section 7; Ψ parameters, k micro-batches, each × (N-1)/N): stages 0 and 1 2Ψ, stage 2
+(k+1)Ψ, stage 3 3kΨ. In bytes: gradients travel in the type autograd made them in (fp32 once several were added locally), the full gradients of
 stage 0 come back in fp32, parameters travel in their own type.
 
 The kernel counts what the TCP connections carried (``tcpi_bytes_sent`` less ``tcpi_bytes_retrans``; Linux). Between ranks that is
@@ -154,7 +154,7 @@ def measure(num_ranks: int) -> list[list[Sent]]:
 
 
 def elements(sent: Sent) -> str:
-    """The closed form as it stands in DESIGN section 8, for this stage and number of micro-batches."""
+    """The closed form in elements, for this stage and number of micro-batches."""
     k = sent.micro_batches
     return {0: "2Ψ", 1: "2Ψ", 2: f"{k + 1}Ψ", 3: f"{3 * k}Ψ"}[sent.stage]
 

@@ -280,7 +280,10 @@ def pieces_that_differ(piece: HeldPiece, whole: HeldPiece, rank: int) -> list[st
         key: value[piece.start : piece.start + piece.value.numel()] if value.numel() == whole.value.numel() else value
         for key, value in whole.tensors.items()
     }
-    return tensors_that_differ(f"rank {rank}: from {piece.start} of {piece.name}:", piece.tensors, expected)
+    found = tensors_that_differ(f"rank {rank}: from {piece.start} of {piece.name}:", piece.tensors, expected)
+    if piece.start % 64:
+        found.append(f"rank {rank}: {piece.name} is cut at element {piece.start}, no multiple of 64")
+    return found
 
 
 def tensors_that_differ(what: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:

@@ -129,11 +129,12 @@ class Passes:
                     self.entered["forward", unit.index] += 1
                 self.forward_order.enter(unit.index)
                 self._watch.activity = f"forward of {unit.name!r}"
-            unit.wait()
+            unit.fetch()
             unit.in_use += 1
-            self._journal.mark("forward", unit.name, "begin")
             if not recomputes:
-                self._look_ahead(self.forward_order)
+                self._look_ahead(self.forward_order, unit)  # before the wait: the next unit's messages overlap it
+            unit.wait()
+            self._journal.mark("forward", unit.name, "begin")
         return self._cast_inputs(args, kwargs) if unit.index == 0 else None
 
     def leave_forward(self, unit: Unit, output: Any) -> None:
@@ -241,9 +242,9 @@ class Passes:
                     other.release()
                     other.in_backward = False  # until backward comes to another call of it
                     self._close(other)
-            unit.wait()
             unit.in_backward = True
-            self._look_ahead(self.backward_order)
+            self._look_ahead(self.backward_order, unit)
+            unit.wait()
 
     def _close(self, unit: Unit) -> None:
         """Backward has come past all calls of the unit: a gradient that has not landed (an expert without tokens) will not come."""
@@ -350,13 +351,13 @@ class Passes:
             self._reducing.finish()
             self._reducing = None
 
-    def _look_ahead(self, order: GatherOrder) -> None:
-        """Fetch the next units of an agreed order, within the limit; where it is not followed, let go what was fetched for it."""
+    def _look_ahead(self, order: GatherOrder, entered: Unit) -> None:
+        """Fetch the units that follow ``entered`` in an agreed order, within the limit; off the order, let go what was fetched."""
         prefetch = self._config.prefetch
         if self._residency.full_parameters or not prefetch.ahead:
             return
         if not order.is_followed:
-            self._release_unused()
+            self._release_unused(but=entered)
         for index in order.ahead(prefetch.ahead):
             unit = self._units[index]
             if unit.presence is Presence.AWAY:
@@ -366,9 +367,9 @@ class Passes:
                     self._announce("ahead", unit)
                 unit.fetch()
 
-    def _release_unused(self) -> None:
+    def _release_unused(self, but: Unit | None = None) -> None:
         for unit in self._units:
-            if unit.presence is Presence.ARRIVING and not self._residency.full_parameters:
+            if unit.presence is Presence.ARRIVING and unit is not but and not self._residency.full_parameters:
                 unit.release()
 
     def _release_all(self) -> None:

@@ -414,8 +414,8 @@ def test_optimizer_state_goes_on(stage: int, optimizer: str) -> None:
         early_steps(model, made)
         return made
 
-    expected = plain(2, 3, "strided", make, model)
-    result = ranks.call(2, with_state, stage, optimizer)[0]
+    expected = plain(3, 3, "strided", make, model)  # on three ranks the cuts fall inside of parameters
+    result = ranks.call(3, with_state, stage, optimizer)[0]
     assert differences(result, Trace(expected.steps, {name: value for name, value in expected.parameters.items()})) == []
 
 

@@ -143,7 +143,8 @@ class PointToPoint:
 
     def __init__(self, group: Any, rank: int, num_ranks: int, watch: Watch, journal: Journal) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self.pairs = self._group = group
+        self.pairs: Any = group
+        self._group: Any = group
         self._watch, self._journal = watch, journal
 
     def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
@@ -175,6 +176,7 @@ class PointToPoint:
 
     def close(self) -> None:
         _give_back_group(self._group)
+        self.pairs = self._group = None
 
     def _start(self, kind: Kind, channel: Channel, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Pending:
         """Post all receives and sends of one collective, nearest higher rank first, so that no rank is everyone's first."""
@@ -296,7 +298,9 @@ class Collectives:
             _Work(self._watch, label, work, None).wait()
 
     def close(self) -> None:
-        pass  # the group is the caller's
+        if self._reducing is not self._group:  # the other one is the caller's
+            _give_back_group(self._reducing)
+        self._group = self._reducing = None
 
     def _write_header(self, shard: Tensor, label: Label) -> None:
         """Into the last shard, whose end is padding; the others end in the middle of parameters."""

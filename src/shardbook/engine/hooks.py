@@ -1,5 +1,6 @@
 """Puts the engine's callbacks on modules, parameters and outputs. No policy: each hook says what happened, and to which unit."""
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -110,6 +111,34 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     elif depth < 8 and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None), depth + 1)
+
+
+def cast(value: Any, dtype: torch.dtype, depth: int = 0) -> Any:
+    """Floating-point tensors in nested tuples, lists, dictionaries and data classes in another type; the rest as it is."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if depth == 8 or all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors_in(value, depth)):
+        return value
+    items: Any = value  # containers of anything
+    if isinstance(value, dict):
+        return _like(items, {key: cast(item, dtype, depth + 1) for key, item in items.items()})
+    if isinstance(value, tuple) and hasattr(items, "_fields"):
+        return type(items)(*(cast(item, dtype, depth + 1) for item in items))
+    if isinstance(value, (tuple, list)):
+        return type(items)(cast(item, dtype, depth + 1) for item in items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            field.name: cast(getattr(value, field.name, None), dtype, depth + 1) for field in dataclasses.fields(value) if field.init
+        }
+        return dataclasses.replace(value, **changed)
+    return value
+
+
+def _like(original: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy that keeps the class (and order, and default) of a dictionary."""
+    made = copy.copy(original)
+    made.update(changed)
+    return made
 
 
 def stashed_tensors(modules: list[nn.Module]) -> Iterator[Tensor]:

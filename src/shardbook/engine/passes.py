@@ -407,11 +407,7 @@ class Passes:
         if not precision.cast_inputs:
             return None
         dtype = DTYPES[precision.param]
-
-        def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype else value
-
-        return tuple(cast(value) for value in args), {name: cast(value) for name, value in kwargs.items()}
+        return tuple(hooks.cast(value, dtype) for value in args), {name: hooks.cast(value, dtype) for name, value in kwargs.items()}
 
 
 def _first_reduce_order(units: Sequence[Unit]) -> ReduceOrder:

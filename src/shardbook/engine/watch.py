@@ -85,6 +85,7 @@ class Watch:
         if not self._stopped.is_set():
             self._stopped.set()
             self._publish(self._record(ended="closed its engine"))
+            self._pairs = self._store = None  # the last hold on them: their threads end with them
 
     def post(self, kind: Kind, channel: int, name: str) -> Label:
         """Number the operation that this rank commits to now."""
@@ -212,21 +213,21 @@ class Watch:
 
     def _known_failure(self) -> RankError | None:
         """What another rank has found out first."""
-        if self._store is None:
+        if (store := self._store) is None:
             return None
         try:
-            if self._store.check([f"{self._prefix}/failure"]):
-                kind, text = json.loads(self._store.get(f"{self._prefix}/failure"))
+            if store.check([f"{self._prefix}/failure"]):
+                kind, text = json.loads(store.get(f"{self._prefix}/failure"))
                 return DivergenceError(text) if kind == "DivergenceError" else RankLostError(text)
         except RuntimeError:
             pass  # the store has gone with its rank
         return None
 
     def _announce(self, verdict: RankError) -> None:
-        if self._store is None:
+        if (store := self._store) is None:
             return
         with suppress(RuntimeError):
-            self._store.compare_set(f"{self._prefix}/failure", "", json.dumps([type(verdict).__name__, str(verdict)]))
+            store.compare_set(f"{self._prefix}/failure", "", json.dumps([type(verdict).__name__, str(verdict)]))
 
     def _report(self, label: Label, lasted: float) -> None:
         if self._reported == label:
@@ -244,17 +245,17 @@ class Watch:
                     self._pairs.recv([self._bait], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
 
     def _publish(self, record: Mapping[str, Any]) -> None:
-        if self._store is None:
+        if (store := self._store) is None:
             return
         with suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/{self.rank}", json.dumps(record))
+            store.set(f"{self._prefix}/{self.rank}", json.dumps(record))
 
     def _read(self, rank: int) -> dict[str, Any] | None:
-        if self._store is None:
+        if (store := self._store) is None:
             return None
         try:
             key = f"{self._prefix}/{rank}"
-            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+            return json.loads(store.get(key)) if store.check([key]) else None
         except RuntimeError:
             return None
 

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -42,17 +43,21 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)] + [""]
 
 
+def prose(*sentences: str) -> list[str]:
+    """A paragraph and an empty line."""
+    return [*textwrap.wrap(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False), ""]
+
+
 def memory() -> Section:
     """Peaks and live bytes at stage 3, beside FSDP2."""
     section = Section(title="Memory at stage 3")
     config = models.GPTConfig()
-    section.text += [
-        f"A GPT of {config.num_parameters:,} parameters, 2 ranks, micro-batch 4, fused AdamW; MiB on the rank that holds most. *Peak* is the allocator's highest",
-        "sum inside a steady step, *live* what it holds after the step, both above what was live before the model was built, from the profiler's",
-        "allocation records. FSDP2 is `fully_shard` on each block and on the root, resharded after forward, measured in the same way; blocks that a thread",
-        "of gloo freed unseen are left out of its figures, which makes them lower bounds.",
-        "",
-    ]
+    section.text += prose(
+        f"A GPT of {config.num_parameters:,} parameters, 2 ranks, micro-batch 4, fused AdamW; MiB on the rank that holds most. *Peak* is",
+        "the allocator's highest sum inside a steady step, *live* what it holds after the step, both above what was live before the model",
+        "was built, from the profiler's allocation records. FSDP2 is `fully_shard` on each block and on the root, resharded after forward,",
+        "measured in the same way; blocks that a thread of gloo freed unseen are left out of its figures, which makes them lower bounds.",
+    )
     rows: list[list[str]] = []
     for dtype, peak_bound, live_bound in (("fp32", 490, 170), ("bf16", 371, 179)):
         for name in ("shardbook-3", "fsdp2"):
@@ -65,7 +70,7 @@ def memory() -> Section:
                 section.promise(f"live bytes in {dtype}: {live:.1f} MiB, at most {live_bound}", holds=live <= live_bound)
                 section.promise(f"padding in {dtype}: {padding:.3%}, under 0.1%", holds=padding < 0.001)
     section.text += table(["engine", "type", "peak", "live", "the peak is in", "loss after 4 steps"], rows)
-    section.text += ["`python -m benchmarks.peaks --blocks 60` lists the blocks that are live at the peak."]
+    section.text += prose("`python -m benchmarks.peaks --blocks 60` lists the blocks that are live at the peak.")
     return section
 
 
@@ -76,11 +81,11 @@ def _innermost(inside: tuple[str, ...]) -> str:
 def times() -> Section:
     """Step times, paired."""
     section = Section(title="Step time at stage 3")
-    section.text += [
-        "The same model. All engines live in the same processes and take turns, step by step; times are of the slowest rank, the ratio is taken in each round,",
-        "and the median and quartiles are over the rounds. Losses of the first steps are compared before any time counts.",
-        "",
-    ]
+    section.text += prose(
+        "The same model. All engines live in the same processes and take turns, step by step; times are of the slowest rank, the ratio is",
+        "taken in each round, and the median and quartiles are over the rounds. Losses of the first steps are compared before any time",
+        f"counts. Only rounds count in which other processes took at most {FOREIGN:.0%} of the cores (the five quietest, if fewer did).",
+    )
     rows: list[list[str]] = []
     for num_ranks, dtype, micro_batch, num_rounds in ((2, "fp32", 1, 40), (2, "fp32", 4, 10), (2, "bf16", 4, 8), (4, "fp32", 1, 10)):
         found = step_time.measure(
@@ -116,10 +121,7 @@ def times() -> Section:
         "others' share",
     ]
     section.text += table(head, rows)
-    section.text += [
-        f"Only rounds count in which other processes took at most {FOREIGN:.0%} of the cores (the five quietest, if there are fewer).",
-        "`python -m benchmarks.step_time` measures other settings, stages 0 to 2 included.",
-    ]
+    section.text += prose("`python -m benchmarks.step_time` measures other settings, stages 0 to 2 included.")
     return section
 
 
@@ -127,13 +129,14 @@ def bytes_sent() -> Section:
     """Traffic by closed form, events and sockets."""
     section = Section(title="Bytes sent per step and rank")
     config = traffic.CONFIG
-    section.text += [
-        f"Ψ = {config.num_parameters:,} (no padding at these N), k micro-batches in a step; rank 0, and all ranks were checked. *Closed form* counts elements, each",
-        "times (N-1)/N; bytes follow from the types: gradients travel as autograd made them, in fp32 once several were added locally; stage 0 sends full",
-        "gradients back in fp32. *Events* is what the engine reports. *Sockets* is the kernel's count of what this process's TCP connections to other ranks carried",
-        "beside that payload and the step's one exchange: gloo's headers. TCP's own headers, and the store's connection, are not in it.",
-        "",
-    ]
+    section.text += prose(
+        f"Ψ = {config.num_parameters:,} (no padding at these N), k micro-batches in a step; the rows are rank 0's. *Closed form* counts",
+        "elements, each times (N-1)/N; bytes follow from the types: gradients travel as autograd made them, in fp32 once several were",
+        "added locally; stage 0 sends full gradients back in fp32. *Events* is what the engine reports. *Sockets* is what, by the",
+        "kernel's count, this process's TCP connections to other ranks carried beside that payload and the step's one exchange: gloo's",
+        "headers, 144 bytes a message, and as many for each message of the barrier that ends the count. TCP's own headers, and the",
+        "store's connection, are not in it.",
+    )
     rows: list[list[str]] = []
     for num_ranks in (2, 4):
         by_rank = traffic.measure(num_ranks)
@@ -152,12 +155,12 @@ def fakes() -> Section:
     """1,024 ranks in one process; fake balances against real ones."""
     section = Section(title="Fake ranks")
     cost = fake_ranks.in_its_own_process()
-    section.text += [
-        f"A Llama of {cost.num_parameters:,} parameters (width 4096, 32 layers, 32 heads, feed-forward 11008, vocabulary 32000), built on the meta device, bf16 at",
-        f"stage 3 on a fake group of 1,024 ranks, fake tensors, one step of 1 × {fake_ranks.SEQUENCE} tokens: {cost.seconds:.1f} s, imports not counted, and a resident",
-        f"peak of {cost.resident_mib:.0f} MiB of the whole process. Between steps a rank's books hold {cost.persistent_nbytes:,} bytes.",
-        "",
-    ]
+    section.text += prose(
+        f"A Llama of {cost.num_parameters:,} parameters (width 4096, 32 layers, 32 heads, feed-forward 11008, vocabulary 32000), built on",
+        f"the meta device, bf16 at stage 3 on a fake group of 1,024 ranks, fake tensors, one step of 1 × {fake_ranks.SEQUENCE} tokens:",
+        f"{cost.seconds:.1f} s, imports not counted, and a resident peak of {cost.resident_mib:.0f} MiB of the whole process. Between",
+        f"steps a rank's books hold {cost.persistent_nbytes:,} bytes.",
+    )
     section.promise(f"7B on 1,024 fake ranks: {cost.seconds:.1f} s, under 10", holds=cost.seconds < 10)
     section.promise(f"7B on 1,024 fake ranks: {cost.resident_mib:.0f} MiB resident, under 1024", holds=cost.resident_mib < 1024)
     rows: list[list[str]] = []
@@ -178,10 +181,10 @@ def fakes() -> Section:
         section.promise(
             f"N = {num_ranks}: fake balances equal those of a real run to the byte", holds=not any(one.differences for one in compared)
         )
-    section.text += [
-        "A small decoder, fake against real, every rank: balances after three steps, at the highest instant, and the most each account held. Rank 0's:",
-        "",
-    ]
+    section.text += prose(
+        "A small decoder, fake against real, on every rank: balances after three steps, all accounts at the highest instant, and",
+        "the most that each account held. The rows are rank 0's.",
+    )
     section.text += table(["N", "stage", "type", "after a step", "at the peak", "fake and real"], rows)
     return section
 
@@ -195,13 +198,15 @@ def document(sections: list[Section], seconds: float) -> str:
     lines = [
         "# The engine: what was promised, and what was measured",
         "",
-        f"Written by `make evidence-engine` in {seconds / 60:.1f} minutes, on {os.cpu_count()} cores with torch {torch.__version__}, one thread a rank, gloo on loopback.",
-        "",
+        *prose(
+            f"Written by `make evidence-engine` in {seconds / 60:.1f} minutes, on {os.cpu_count()} cores with torch {torch.__version__},",
+            "one thread a rank, gloo on loopback.",
+        ),
         *(f"* {'holds' if holds else '**does not hold**'}: {statement}" for statement, holds in promises),
         "",
     ]
     for section in sections:
-        lines += [f"## {section.title}", "", *section.text, ""]
+        lines += [f"## {section.title}", "", *section.text]
     return "\n".join(lines).rstrip() + "\n"
 
 

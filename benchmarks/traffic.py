@@ -3,8 +3,8 @@
     python -m benchmarks.traffic --ranks 2 4
 
 The closed form in elements (ZeRO paper, section 7; Ψ parameters, k micro-batches, each × (N-1)/N): stages 0 and 1 2Ψ, stage 2
-(k+1)Ψ, stage 3 3kΨ. In bytes: gradients travel in the type autograd made them in (fp32 once several were added locally), the full gradients of
-stage 0 come back in fp32, parameters travel in their own type.
+(k+1)Ψ, stage 3 3kΨ. In bytes: gradients travel in the type autograd made them in (fp32 once several were added locally), full
+gradients of stage 0 come back in fp32, parameters travel in their own type.
 
 The kernel counts what the TCP connections carried (``tcpi_bytes_sent`` less ``tcpi_bytes_retrans``; Linux). Between ranks that is
 the payload of the events, and besides that gloo's header of each message, the exchange of the step, and one barrier; what went to
@@ -12,7 +12,6 @@ the store is counted apart. TCP's and IP's own headers are in neither.
 """
 
 import argparse
-import gc
 import os
 import socket
 import stat
@@ -75,26 +74,31 @@ def expected(stage: int, dtype: engines.Dtype, micro_batches: int, num_ranks: in
     }[stage]
 
 
-def sent_by_sockets() -> tuple[int, int] | None:
-    """Bytes that the TCP connections of this process have sent so far: to other ranks, and to the store."""
+def sent_by_sockets() -> dict[int, tuple[bool, int]] | None:
+    """Of each TCP connection of this process, by the number of its socket: whether it goes to the store, and the bytes it has sent."""
     folder = Path("/proc/self/fd")
     if not folder.exists():
         return None
-    to_ranks = to_store = 0
+    found: dict[int, tuple[bool, int]] = {}
     for entry in folder.iterdir():
         try:
-            if not stat.S_ISSOCK(entry.stat().st_mode):
+            status = entry.stat()
+            if not stat.S_ISSOCK(status.st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                     sent, again = struct.unpack_from("QQ", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 200)
-                    if connection.getpeername()[1] == ranks.STORE_PORT:
-                        to_store += sent - again
-                    else:
-                        to_ranks += sent - again
+                    found[status.st_ino] = (connection.getpeername()[1] == ranks.STORE_PORT, sent - again)
         except OSError:
             continue  # the descriptor was the listing's own, or has gone
-    return to_ranks, to_store
+    return found
+
+
+def _sent_between(before: dict[int, tuple[bool, int]] | None, after: dict[int, tuple[bool, int]] | None, *, to_store: bool) -> int | None:
+    """Connections that have gone in between belonged to an earlier engine, and sent nothing in this step."""
+    if before is None or after is None:
+        return None
+    return sum(sent - before.get(number, (to_store, 0))[1] for number, (is_store, sent) in after.items() if is_store == to_store)
 
 
 def count_all() -> list[Sent]:
@@ -118,7 +122,6 @@ def _count(stage: int, dtype: engines.Dtype, micro_batches: int) -> Sent:
             with engine.gathered(model):
                 pass
 
-    gc.collect()  # the connections of the engine before this one go now, not while this one is counted
     for warm in range(2):
         step(warm)
     dist.barrier()
@@ -128,6 +131,7 @@ def _count(stage: int, dtype: engines.Dtype, micro_batches: int) -> Sent:
         step(2)
     dist.barrier()
     after = sent_by_sockets()
+    dist.barrier()  # no rank closes its end before all have counted
     by_kind: Counter[str] = Counter()
     traffic = [event for event in seen if isinstance(event, Traffic)]
     for event in traffic:
@@ -143,8 +147,8 @@ def _count(stage: int, dtype: engines.Dtype, micro_batches: int) -> Sent:
         exchange=by_kind.pop("step"),
         events={kind: nbytes for kind, nbytes in by_kind.items() if nbytes},
         messages=len(traffic) * (num_ranks - 1),
-        sockets=None if before is None or after is None else after[0] - before[0],
-        store=None if before is None or after is None else after[1] - before[1],
+        sockets=_sent_between(before, after, to_store=False),
+        store=_sent_between(before, after, to_store=True),
     )
 
 

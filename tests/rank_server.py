@@ -33,8 +33,12 @@ def die_with_parent() -> None:
 
 def serve(address: str, key: str) -> None:
     """Forks a worker for each line until standard input closes."""
+    import torch._dynamo  # the first optimizer of a process imports it
     import torch.distributed.device_mesh
     import torch.utils.checkpoint  # noqa: F401
+
+    for name in ("shardbook.engine.engine", "tests.equality", "pytest"):
+        importlib.import_module(name)
 
     die_with_parent()
     gc.collect()

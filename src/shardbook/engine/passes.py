@@ -108,7 +108,7 @@ class Passes:
         self._reducing = None
         with torch.no_grad():
             for unit in self._units:
-                self._left_behind += unit.abandon()
+                self._left_behind += unit.abandon_gather() + unit.abandon_reduction()
                 unit.in_use = 0
                 unit.end_micro_batch()
             self.reduce_order.restart()
@@ -145,11 +145,14 @@ class Passes:
         unit.in_use -= 1
         # a graph that no hook sees may still need the parameters: they stay until backward ends, or the next forward begins
         unseen = with_graph and unit.is_trainable and output is not None and not reachable and not recomputes
+        error = sys.exc_info()[1] if output is None else None
         with torch.no_grad():
+            if error is not None:
+                self._left_behind += unit.abandon_gather()
             if not unit.in_backward and not unseen:
                 unit.release()
             if unit.index == 0 and not recomputes:
-                self._end_forward()
+                self._end_forward(error)
 
     def _await_backward(self, unit: Unit, output: Any) -> bool:
         """Be called when backward reaches this call of the unit; returns whether it can."""
@@ -189,14 +192,15 @@ class Passes:
         if thawed:
             self.reduce_order = _first_reduce_order(self._units)
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, error: BaseException | None) -> None:
         self._depth -= 1
         if self._depth == 0:
-            error = sys.exc_info()[1]
-            if error is not None:
-                self._watch.raised(error)
             self.forward_order.end()
-            self._release_unused()
+            if error is None:
+                self._release_unused()
+            else:
+                self._watch.raised(error)
+                self._left_behind += [pending for unit in self._units for pending in unit.abandon_gather()]
             self._settle_down()
 
     # ---- backward ---------------------------------------------------------------------------------------------------------

@@ -142,6 +142,16 @@ class Unit:
         """Take part in one gather of the other ranks without keeping what arrives: this rank has no data."""
         return Served([flat.serve(sink) for flat in self.flats if flat.layout.numel])
 
+    def abandon_gather(self) -> list[Pending]:
+        """Give up a gather under way, as :meth:`abandon_reduction`."""
+        if self.presence is not Presence.ARRIVING or self._residency.full_parameters:
+            return []
+        left, self._arriving, self.presence = self._arriving, [], Presence.AWAY
+        for flat in self.flats:
+            flat.full.leave()
+            flat.full.give_back()
+        return left
+
     def leave(self) -> None:
         """Release, but let whoever took a view of the full parameters keep what it saw."""
         if not self._residency.full_parameters and not self.pins and not self.in_use and self.presence is Presence.HERE:
@@ -229,18 +239,12 @@ class Unit:
         for flat in self.flats:
             flat.forget_gradients()
 
-    def abandon(self) -> list[Pending]:
-        """Give up what is under way, without waiting for ranks that may never send; returns it, to be kept until the group ends."""
+    def abandon_reduction(self) -> list[Pending]:
+        """Give up a reduction under way, without waiting for ranks that may never send; returns what must be kept until the group ends."""
         left = [*self._reducing, *self._returning]
         if left:
             for flat in self._trainable:
                 flat.leave_gradients()
-        if self.presence is Presence.ARRIVING and not self._residency.full_parameters:
-            left += self._arriving
-            for flat in self.flats:
-                flat.full.leave()
-                flat.full.give_back()
-            self._arriving, self.presence = [], Presence.AWAY
         self._reducing, self._returning = [], []
         return left
 

@@ -131,7 +131,18 @@ def jobs(connection: Connection) -> None:
             reply = failure(error)
         answer(connection, reply)
         del reply
+        close_engines()
         gc.collect()
+
+
+def close_engines() -> None:
+    """An engine holds a process group and a thread until it is closed: a rank that lasts must not gather them."""
+    from shardbook.engine.engine import Engine
+
+    for found in gc.get_objects():
+        if isinstance(found, Engine):
+            with contextlib.suppress(Exception):
+                found.close()
 
 
 def failure(error: BaseException) -> tuple[str, tuple[str, str, str]]:

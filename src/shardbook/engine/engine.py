@@ -6,6 +6,7 @@ of its shards and added in rank order; ``step`` exchanges one vector, scales, cl
 full, sends the new values around. This file is the surface; `passes` and `step` decide when, `unit` and `flat` know how.
 """
 
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from shardbook.config import ZeroConfig
 from shardbook.engine import describe, hooks
 from shardbook.engine.announce import Announcer
 from shardbook.engine.build import build_units, check_model, choose_device, move_buffers, thaw
-from shardbook.engine.comm import connect
+from shardbook.engine.comm import Transport, connect
 from shardbook.engine.context import Context
 from shardbook.engine.journal import Journal
 from shardbook.engine.optimizer import PieceOptimizer, check_elementwise, check_groups
@@ -87,6 +88,9 @@ class Engine:
             self._stepper = Stepper(context, tuple(named), self._units, self._pieces, self._passes)
         self._handles = hooks.install(self._units, self._passes)
         self._journal.phase = self._watch.activity = "idle"
+        # an engine that nobody holds any more gives its threads and its process group back, closed or not
+        self._finalizer = weakref.finalize(self, _give_back, self._watch, self._transport)
+        self._finalizer.atexit = False
 
     # ---- what a person calls --------------------------------------------------------------------------------------------
 
@@ -263,8 +267,7 @@ class Engine:
         self._handles = []
         if self._pieces is not None:
             self._pieces.close()
-        self._watch.stop()
-        self._transport.close()
+        self._finalizer()
 
     def _thaw(self, unit: Unit) -> None:
         """Train parameters of the unit that were frozen when the engine was built. All ranks come here together."""
@@ -281,6 +284,11 @@ class Engine:
         self._pieces.add(fresh, {})
         self._handles += hooks.install_landing(unit, self._passes, first=num_before)
         unit.release()
+
+
+def _give_back(watch: Watch, transport: Transport) -> None:
+    watch.stop()
+    transport.close()
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:

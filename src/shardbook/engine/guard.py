@@ -9,6 +9,7 @@ Autograd is kept away by version counters: a graph that saved the parameter expe
 away makes its backward raise instead of reading freed memory. The counter is put back when the values are.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,11 +91,12 @@ def _tensors_in(value: Any) -> list[Tensor]:
 class Guard:
     """Takes the parameters of one unit out of reach, and back.
 
-    ``parameters`` are (name, parameter, whether steps change it). ``complete`` is called on a read: it brings the values and
-    returns True, or returns False where that would need the other ranks.
+    ``parameters`` are (name, parameter, whether steps change it). ``complete`` is a method that is called on a read: it brings the
+    values and returns True, or returns False where that would need the other ranks. It is held weakly, as the parameters outlive it.
     """
 
     def __init__(self, unit: str, parameters: Sequence[tuple[str, nn.Parameter, bool]], complete: Callable[[], bool]) -> None:
+        completing = weakref.WeakMethod(complete)
         self._parameters = tuple(parameter for _, parameter, _ in parameters)
         self._steps = tuple(int(trainable) for _, _, trainable in parameters)
         self._classes: tuple[type, ...] = ()
@@ -108,7 +110,8 @@ class Guard:
             return f"ShardedParameter(name={name!r}, shape={shape}, dtype={dtype}, device={device}, values not gathered)"
 
         def on_read(parameter: nn.Parameter, what: str) -> None:
-            if not complete():
+            method = completing()
+            if method is None or not method():
                 name = names.get(id(parameter), "?")
                 raise ShardedReadError(
                     f"parameter {name!r} of unit {unit!r} is sharded and its values are not on this rank: {what} cannot read them here; "

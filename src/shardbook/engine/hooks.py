@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -20,34 +21,42 @@ class Callbacks(Protocol):
     def land(self, unit: Unit, flat_index: int, index: int, parameter: nn.Parameter) -> None: ...
 
 
-class Hook:
-    """Base of the hooks of an engine: how another engine recognises that a module is taken."""
+class _UnitHook:
+    """A hook of one unit, by which another engine recognises that a module is taken. It holds the engine weakly: torch keeps hooks of parameters where the garbage collector does not look."""
 
     __call__: Callable[..., Any]
 
-
-class _Enter(Hook):
     def __init__(self, callbacks: Callbacks, unit: Unit) -> None:
-        self._callbacks, self._unit = callbacks, unit
+        self._callbacks, self._unit = weakref.ref(callbacks), weakref.ref(unit)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the engine is still there."""
+        return self._callbacks() is not None
+
+
+class _Enter(_UnitHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._callbacks.enter_forward(self._unit, args, kwargs)
+        callbacks, unit = self._callbacks(), self._unit()
+        return callbacks.enter_forward(unit, args, kwargs) if callbacks is not None and unit is not None else None
 
 
-class _Leave(Hook):
-    def __init__(self, callbacks: Callbacks, unit: Unit) -> None:
-        self._callbacks, self._unit = callbacks, unit
-
+class _Leave(_UnitHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._callbacks.leave_forward(self._unit, output)
+        callbacks, unit = self._callbacks(), self._unit()
+        if callbacks is not None and unit is not None:
+            callbacks.leave_forward(unit, output)
 
 
-class _Land(Hook):
+class _Land(_UnitHook):
     def __init__(self, callbacks: Callbacks, unit: Unit, flat_index: int, index: int) -> None:
-        self._callbacks, self._unit, self._flat_index, self._index = callbacks, unit, flat_index, index
+        super().__init__(callbacks, unit)
+        self._flat_index, self._index = flat_index, index
 
     def __call__(self, parameter: Any) -> None:
-        self._callbacks.land(self._unit, self._flat_index, self._index, parameter)
+        callbacks, unit = self._callbacks(), self._unit()
+        if callbacks is not None and unit is not None:
+            callbacks.land(unit, self._flat_index, self._index, parameter)
 
 
 def install(units: list[Unit], callbacks: Callbacks) -> list[Any]:
@@ -81,7 +90,8 @@ def is_taken(module: nn.Module) -> bool:
         hooks: Mapping[Any, Any] | None = None if parameter is None else getattr(parameter, "_post_accumulate_grad_hooks", None)
         found.extend((hooks or {}).values())
     originals = [getattr(hook, "_torchdynamo_orig_callable", hook) for hook in found]
-    return any(isinstance(getattr(hook, "__self__", hook), Hook) for hook in originals)
+    ours = [hook for hook in (getattr(hook, "__self__", hook) for hook in originals) if isinstance(hook, _UnitHook)]
+    return any(hook.is_live for hook in ours)
 
 
 def on_gradient_of(output: Any, callback: Callable[[], None]) -> bool:
@@ -149,6 +159,6 @@ def stashed_tensors(modules: list[nn.Module]) -> Iterator[Tensor]:
                 yield from tensors_in(value)
 
 
-def _outside_of_compilation(hook: Hook) -> Any:
+def _outside_of_compilation(hook: _UnitHook) -> Any:
     """Keep torch.compile out of the hook, where it is in use (importing it costs a second)."""
     return torch.compiler.disable(hook.__call__) if "torch._dynamo" in sys.modules else hook

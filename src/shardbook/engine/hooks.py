@@ -22,7 +22,10 @@ class Callbacks(Protocol):
 
 
 class _UnitHook:
-    """A hook of one unit, by which another engine recognises that a module is taken. It holds the engine weakly: torch keeps hooks of parameters where the garbage collector does not look."""
+    """A hook of one unit, by which another engine recognises that a module is taken.
+
+    It holds its engine weakly: torch keeps hooks of parameters where the garbage collector does not look.
+    """
 
     __call__: Callable[..., Any]
 

@@ -84,7 +84,8 @@ class Watch:
         """The engine is closed: whoever still waits for this rank learns it."""
         if not self._stopped.is_set():
             self._stopped.set()
-            self._publish(self._record(ended="closed its engine"))
+            if not self._has_raised:  # what it raised says more
+                self._publish(self._record(ended="closed its engine"))
             self._pairs = self._store = None  # the last hold on them: their threads end with them
 
     def post(self, kind: Kind, channel: int, name: str) -> Label:
@@ -119,7 +120,7 @@ class Watch:
         """Why the operation failed, as far as the ranks have told: the verdict, else the peer's end."""
         deadline = time.monotonic() + 3.0
         while self._verdict is None and time.monotonic() < deadline:
-            self._verdict = self._ended(label, posted_too=True) or self._known_failure()
+            self._verdict = self._known_failure() or self._ended(label, posted_too=True)
             if self._verdict is None:
                 time.sleep(0.1)
         if self._verdict is None:

@@ -77,6 +77,10 @@ class Transport(Protocol):
         """Rank 0's values everywhere, complete on return."""
         ...
 
+    def free(self) -> None:
+        """Make waits that are blocked fail; called from the watchdog's thread."""
+        ...
+
     def close(self) -> None:
         """Give the process group back."""
         ...
@@ -113,6 +117,9 @@ class Alone:
     def broadcast(self, tensor: Tensor, name: str) -> None:
         pass
 
+    def free(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -143,8 +150,8 @@ class PointToPoint:
 
     def __init__(self, group: Any, rank: int, num_ranks: int, watch: Watch, journal: Journal) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self.pairs: Any = group
         self._group: Any = group
+        self._bait = torch.empty(1)
         self._watch, self._journal = watch, journal
 
     def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
@@ -174,9 +181,12 @@ class PointToPoint:
             receives = [tensor, *others[1:]] if self.rank else others
             self._start("init", Channel(0, name), sends, receives).wait()
 
+    def free(self) -> None:
+        _close_pairs(self._group, self.num_ranks, self._bait)
+
     def close(self) -> None:
         _give_back_group(self._group)
-        self.pairs = self._group = None
+        self._group = None
 
     def _start(self, kind: Kind, channel: Channel, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Pending:
         """Post all receives and sends of one collective, nearest higher rank first, so that no rank is everyone's first."""
@@ -256,7 +266,10 @@ class Collectives:
         self.ordered, self.tagged, self.sends_from_anywhere = ordered, False, False
         self.header_numel = 64 if headers else 0
         # reductions have a communicator of their own: a rank that lacks a gradient reduces later, between other gathers
-        self._group, self._reducing, self._watch, self._journal = group, reducing, watch, journal
+        self._group: Any = group
+        self._reducing: Any = reducing
+        self._watch, self._journal = watch, journal
+        self._bait = torch.empty(1)
         self.mismatch: Tensor | None = None
 
     def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
@@ -264,7 +277,8 @@ class Collectives:
         self._write_header(own, label)
         work = _all_gather(full, own, group=self._group, async_op=True)
         self._journal.traffic(kind, channel.name, label.sequence, own.numel() * own.element_size() * (self.num_ranks - 1))
-        return _Work(self._watch, label, work, lambda: self._check_headers(full, label))
+        only_served = own.untyped_storage()._cdata != full.untyped_storage()._cdata  # what arrives is shared by several gathers
+        return _Work(self._watch, label, work, None if only_served else lambda: self._check_headers(full, label))
 
     def reduce(self, full: Tensor, receive: Tensor, channel: Channel) -> Pending:
         label = self._watch.post("reduce", channel.number, channel.name)
@@ -296,6 +310,13 @@ class Collectives:
             label = self._watch.post("init", 0, name)
             work: Any = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
             _Work(self._watch, label, work, None).wait()
+
+    def free(self) -> None:
+        for group in {id(group): group for group in (self._group, self._reducing)}.values():
+            if dist.get_backend(group) == "gloo":
+                _close_pairs(group, self.num_ranks, self._bait)
+            else:
+                group.abort()
 
     def close(self) -> None:
         if self._reducing is not self._group:  # the other one is the caller's
@@ -342,6 +363,14 @@ def connect(group: Any, watch: Watch, journal: Journal, reduction: Literal["auto
 def _tag(label: Label) -> int:
     """Kind, channel and sequence in 31 bits."""
     return _KINDS.index(label.kind) << 28 | (label.channel & 0x1FFF) << 15 | label.sequence & 0x7FFF
+
+
+def _close_pairs(group: Any, num_ranks: int, bait: Tensor) -> None:
+    """On gloo a blocked wait is freed by closing its pair: a receive with a tiny timeout does that, where ``abort`` does not."""
+    for peer in range(num_ranks):
+        if group is not None and peer != dist.get_rank(group):
+            with suppress(RuntimeError, ValueError):
+                group.recv([bait], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
 
 
 def _give_back_group(group: Any) -> None:

@@ -321,6 +321,6 @@ def _connect(group: Any, config: ZeroConfig, device: torch.device) -> Context:
         prefix = f"shardbook/{ranks}/{store.add(f'shardbook/{ranks}/engines/{dist.get_rank(group)}', 1)}"
     watch = Watch(dist.get_rank(group) if num_ranks > 1 else 0, num_ranks, store, prefix)
     transport = connect(group, watch, journal, config.reduction, device)
-    watch.start(getattr(transport, "pairs", None))
+    watch.start(transport.free)
     announcer = Announcer(store, prefix, watch)
     return Context(config, residency_of(config.stage), transport, Storage(device, journal), journal, watch, announcer)

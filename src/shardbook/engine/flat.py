@@ -100,7 +100,7 @@ class Flat:
         resting, cast = self._resting, None
         assert resting is not None, "parameters that stay full are never gathered"
         source = resting.tensor
-        if source.dtype != self.types.param:
+        if source.dtype != self.types.param or not self._transport.sends_from_anywhere:  # a header is written into what is sent
             cast = self._buffer(Account.COMM, self.types.param, sharded=True)
             source = cast.tensor.copy_(source)
         full = sink[: self.full.nbytes].view(self.types.param)

@@ -4,8 +4,6 @@ Each rank keeps in memory how often it has posted each operation and which one i
 watchdog thread publish that through the store. From everyone's records follows a graph: rank a points at rank b while a waits
 for an operation that b has not posted. A cycle can never resolve: ranks have committed to operations that cannot meet. A rank
 that has raised or gone answers nobody. Everything else is a slow rank, reported after a minute and left in peace.
-
-On gloo a blocked wait is freed by closing its pair; a receive with a tiny timeout does that, where ``abort`` does not.
 """
 
 import atexit
@@ -14,13 +12,10 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
-
-import torch
 
 from shardbook.engine.journal import Kind
 from shardbook.errors import DivergenceError, RankError, RankLostError
@@ -62,19 +57,18 @@ class Watch:
         self._progress = 0
         self._verdict: RankError | None = None
         self._stopped = threading.Event()
-        self._pairs: Any = None  # a process group of gloo
-        self._bait = torch.empty(1)
+        self._free: Callable[[], None] = _nothing
         self._published = False
         self._has_raised = False
         self._suspicion: _Cycle | None = None
         self._reported: Label | None = None
         self.activity = "build"
 
-    def start(self, pairs: Any) -> None:
-        """Begin to watch; ``pairs`` is the gloo group whose pairs may be closed (None: another backend)."""
+    def start(self, free: Callable[[], None]) -> None:
+        """Begin to watch; ``free`` makes waits that are blocked fail, from another thread."""
         if self._store is None:
             return
-        self._pairs = pairs
+        self._free = free
         thread = threading.Thread(target=_beat, args=(weakref.ref(self), self._stopped), name="shardbook-watch", daemon=True)
         thread.start()
         # a daemon thread inside the store's client when the interpreter ends would crash it
@@ -86,7 +80,7 @@ class Watch:
             self._stopped.set()
             if not self._has_raised:  # what it raised says more
                 self._publish(self._record(ended="closed its engine"))
-            self._pairs = self._store = None  # the last hold on them: their threads end with them
+            self._store, self._free = None, _nothing  # the last hold on the store and the group: their threads end with them
 
     def post(self, kind: Kind, channel: int, name: str) -> Label:
         """Number the operation that this rank commits to now."""
@@ -166,7 +160,7 @@ class Watch:
         if verdict is not None and self._waiting is waiting:
             self._verdict = verdict
             self._announce(verdict)
-            self._free()
+            self._free()  # the main thread's wait returns with an error
         elif lasted > REPORT_AFTER_SECONDS:
             self._report(label, lasted)
 
@@ -238,13 +232,6 @@ class Watch:
         _log.warning("rank %d has waited %.0f s in %s; not in any collective: rank %s (slow is not wrong: nothing is ended)",
                      self.rank, lasted, label, ", ".join(map(str, running)) or "none")  # fmt: skip
 
-    def _free(self) -> None:
-        """Close the pairs so that the main thread's wait returns."""
-        for peer in range(self.num_ranks):
-            if peer != self.rank and self._pairs is not None:
-                with suppress(RuntimeError, ValueError):  # that is the point: the timeout closes the pair
-                    self._pairs.recv([self._bait], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
-
     def _publish(self, record: Mapping[str, Any]) -> None:
         if (store := self._store) is None:
             return
@@ -280,6 +267,10 @@ def _cycle(edges: Mapping[int, tuple[str, int, int]], start: int) -> _Cycle | No
 def _has_posted(record: Mapping[str, Any], key: Sequence[Any]) -> bool:
     kind, channel, sequence = key
     return any(k == kind and c == channel and count > sequence for k, c, count in record["counts"])
+
+
+def _nothing() -> None:
+    pass
 
 
 def _beat(reference: "weakref.ref[Watch]", stopped: threading.Event) -> None:

@@ -266,7 +266,7 @@ def test_a_method_that_is_not_there() -> None:
 
 def test_gathered_of_a_foreign_module() -> None:
     engine = engine_of(plain())
-    with pytest.raises(ShardbookError, match="(?i)model"), engine.gathered(nn.Linear(3, 3)):
+    with pytest.raises(ShardbookError, match="not under this engine"), engine.gathered(nn.Linear(3, 3)):
         pass
 
 
@@ -306,5 +306,5 @@ def two_reentrant(stage: int) -> str:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_gradient_for_what_is_reduced_already_is_refused_by_name(stage: int, num_ranks: int) -> None:
     for text in ranks.call(num_ranks, two_reentrant, stage):
-        assert "blocks.1." in text or "blocks.0." in text
+        assert "blocks.1" in text
         assert "reentrant" in text

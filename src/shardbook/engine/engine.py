@@ -178,7 +178,7 @@ class Engine:
         for module in modules:
             foreign = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
             if foreign:
-                raise UsageError(f"engine.gathered: parameter {foreign[0]!r} of {type(module).__name__} is not under this engine")
+                raise UsageError(f"engine.gathered: parameter {foreign[0]!r} of {type(module).__name__} is not one of this engine's model")
         wanted = {id(parameter) for module in modules or (self.model,) for parameter in module.parameters()}
         units = [unit for unit in self._units if any(id(member.parameter) in wanted for _, _, member in unit.members)]
         with torch.no_grad():

@@ -91,11 +91,11 @@ def _tensors_in(value: Any) -> list[Tensor]:
 class Guard:
     """Takes the parameters of one unit out of reach, and back.
 
-    ``parameters`` are (name, parameter, whether steps change it). ``complete`` is a method that is called on a read: it brings the
-    values and returns True, or returns False where that would need the other ranks. It is held weakly, as the parameters outlive it.
+    ``parameters`` are (name, parameter, whether steps change it). ``complete`` is a method that is called on a read, with the name: it brings
+    the values and returns True, or returns False where that would need the other ranks. It is held weakly, as the parameters outlive it.
     """
 
-    def __init__(self, unit: str, parameters: Sequence[tuple[str, nn.Parameter, bool]], complete: Callable[[], bool]) -> None:
+    def __init__(self, unit: str, parameters: Sequence[tuple[str, nn.Parameter, bool]], complete: Callable[[str], bool]) -> None:
         completing = weakref.WeakMethod(complete)
         self._parameters = tuple(parameter for _, parameter, _ in parameters)
         self._steps = tuple(int(trainable) for _, _, trainable in parameters)
@@ -110,11 +110,10 @@ class Guard:
             return f"ShardedParameter(name={name!r}, shape={shape}, dtype={dtype}, device={device}, values not gathered)"
 
         def on_read(parameter: nn.Parameter, what: str) -> None:
-            method = completing()
-            if method is None or not method():
-                name = names.get(id(parameter), "?")
+            method, name = completing(), names.get(id(parameter), "?")
+            if method is None or not method(name):
                 raise ShardedReadError(
-                    f"parameter {name!r} of unit {unit!r} is sharded and its values are not on this rank: {what} cannot read them here; "
+                    f"parameter {name!r} of unit {unit!r} is sharded and its values are not on this rank: {what} can't read them; "
                     f"read inside 'with engine.gathered(module):', or take them from engine.full_parameters() or engine.state_dict()"
                 )
 

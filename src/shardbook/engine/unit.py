@@ -170,10 +170,10 @@ class Unit:
         for flat in self._trainable:
             flat.publish()
 
-    def _complete_on_read(self) -> bool:
+    def _complete_on_read(self, name: str) -> bool:
         """A read outside forward: what is under way to this rank may be awaited, but nothing may be asked of other ranks."""
         if self._num_members and self.is_complete:
-            raise UsageError(f"parameters of unit {self.name!r} are used after {self._two_passes}")
+            raise UsageError(f"parameter {name!r} is used after {self._two_passes}")
         if not self._residency.full_parameters:
             return False
         self.wait()

@@ -6,6 +6,7 @@ ranks) uses the library's own collectives; their label travels as a header in th
 Names of collectives that change between versions of torch live in this file alone.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from shardbook.engine.watch import Label, Watch
 
 _KINDS: tuple[Kind, ...] = ("gather", "reduce", "refresh", "return", "step", "init")
 _PATIENCE = timedelta(days=7)  # a slow rank is never ended: deadlock and death are found by `watch`, not by a timeout
+
+_DRAIN_SECONDS = 3.0  # what a rank that ends gives to messages under way, so that the others are not cut off in their last step
 
 _names: Any = dist  # torch 2.13 names them *_single and deprecates the older names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _names.all_gather_into_tensor
@@ -125,21 +128,31 @@ class Alone:
 
 
 class _Messages:
-    """Point-to-point works of one collective, each with the rank it meets."""
+    """Point-to-point works of one collective, each with the rank it meets. ``open_ones`` is where it stands until it is complete."""
 
-    __slots__ = ("_after", "_label", "_watch", "_works")
+    __slots__ = ("_after", "_label", "_open_ones", "_watch", "_works")
 
-    def __init__(self, watch: Watch, label: Label, works: list[tuple[int, Any]], after: Callable[[], None] | None) -> None:
-        self._watch, self._label, self._works, self._after = watch, label, works, after
+    def __init__(
+        self, watch: Watch, label: Label, works: list[tuple[int, Any]], after: Callable[[], None] | None, open_ones: "set[_Messages]"
+    ) -> None:
+        self._watch, self._label, self._works, self._after, self._open_ones = watch, label, works, after, open_ones
+        open_ones.add(self)
 
     def wait(self) -> None:
-        if self._works:
-            for peer, work in self._works:
-                self._watch.wait(self._label, peer, work)
-            self._works = []
-            if self._after is not None:
-                self._after()
-                self._after = None
+        for peer, work in self._works:
+            self._watch.wait(self._label, peer, work)
+        self._works = []
+        self._open_ones.discard(self)
+        if self._after is not None:
+            self._after()
+            self._after = None
+
+    def drain(self, deadline: float) -> None:
+        """Before the group ends: let what is on its way arrive, here and at the others, but not for ever."""
+        for _, work in self._works:
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        self._works = []
 
 
 class PointToPoint:
@@ -152,6 +165,7 @@ class PointToPoint:
         self.rank, self.num_ranks = rank, num_ranks
         self._group: Any = group
         self._bait = torch.empty(1)
+        self._open: set[_Messages] = set()
         self._watch, self._journal = watch, journal
 
     def gather(self, full: Tensor, own: Tensor, channel: Channel, kind: Kind) -> Pending:
@@ -185,6 +199,10 @@ class PointToPoint:
         _close_pairs(self._group, self.num_ranks, self._bait)
 
     def close(self) -> None:
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        for messages in tuple(self._open):
+            messages.drain(deadline)
+        self._open.clear()
         _give_back_group(self._group)
         self._group = None
 
@@ -215,7 +233,7 @@ class PointToPoint:
             for target, landing in copies:
                 target.copy_(landing, non_blocking=True)
 
-        return _Messages(self._watch, label, works, land if copies else None)
+        return _Messages(self._watch, label, works, land if copies else None, self._open)
 
     def _guarded(self, label: Label, peer: int, post: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -90,7 +90,6 @@ class Engine:
         self._journal.phase = self._watch.activity = "idle"
         # an engine that nobody holds any more gives its threads and its process group back, closed or not
         self._finalizer = weakref.finalize(self, _give_back, self._watch, self._transport)
-        self._finalizer.atexit = False
 
     # ---- what a person calls --------------------------------------------------------------------------------------------
 
@@ -178,7 +177,9 @@ class Engine:
         for module in modules:
             foreign = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
             if foreign:
-                raise UsageError(f"engine.gathered: parameter {foreign[0]!r} of {type(module).__name__} is not one of this engine's model")
+                raise UsageError(
+                    f"engine.gathered: parameter {foreign[0]!r} of {type(module).__name__} is not under this engine: pass modules of its model"
+                )
         wanted = {id(parameter) for module in modules or (self.model,) for parameter in module.parameters()}
         units = [unit for unit in self._units if any(id(member.parameter) in wanted for _, _, member in unit.members)]
         with torch.no_grad():

@@ -91,8 +91,9 @@ def _tensors_in(value: Any) -> list[Tensor]:
 class Guard:
     """Takes the parameters of one unit out of reach, and back.
 
-    ``parameters`` are (name, parameter, whether steps change it). ``complete`` is a method that is called on a read, with the name: it brings
-    the values and returns True, or returns False where that would need the other ranks. It is held weakly, as the parameters outlive it.
+    ``parameters`` are (name, parameter, whether steps change it). ``complete`` is a method that is called on a read, with the name:
+    it brings the values and returns True, or returns False where that would need the other ranks. It is held weakly, as the
+    parameters outlive it.
     """
 
     def __init__(self, unit: str, parameters: Sequence[tuple[str, nn.Parameter, bool]], complete: Callable[[str], bool]) -> None:

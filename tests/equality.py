@@ -43,8 +43,16 @@ class Case:
     def __str__(self) -> str:
         flags = [name for name in ("clip", "weighted", "ragged", "empty", "scheduled") if getattr(self, name)]
         return "-".join(
-            [self.entry, f"n{self.num_ranks}", f"stage{self.stage}", self.precision, f"acc{self.accumulate}", f"ahead{self.ahead}", self.optimizer]
-            + flags
+            [
+                self.entry,
+                f"n{self.num_ranks}",
+                f"stage{self.stage}",
+                self.precision,
+                f"acc{self.accumulate}",
+                f"ahead{self.ahead}",
+                self.optimizer,
+                *flags,
+            ]
         )
 
     @property
@@ -235,7 +243,6 @@ def held_pieces(engine: Any) -> list[HeldPiece]:
     ]
 
 
-
 def reported(report: Any) -> dict[str, Any]:
     """A step report as plain data, under the plain loop's names."""
     return {
@@ -264,7 +271,11 @@ def differences(engine: Trace, plain: Trace, *, rank: int = 0) -> list[str]:
     """What is not the same to the last bit, in the order in which it arises."""
     found: list[str] = []
     for step, (ours, theirs) in enumerate(zip(engine.steps, plain.steps, strict=True)):
-        found += [f"rank {rank}, step {step}: {name} is {ours[name]!r}, plain {theirs[name]!r}" for name in theirs if bits(ours[name]) != bits(theirs[name])]
+        found += [
+            f"rank {rank}, step {step}: {name} is {ours[name]!r}, plain {theirs[name]!r}"
+            for name in theirs
+            if bits(ours[name]) != bits(theirs[name])
+        ]
     if rank == 0:
         found += tensors_that_differ("parameter", engine.parameters, plain.parameters)
         found += tensors_that_differ("buffer", engine.buffers, plain.buffers)
@@ -327,4 +338,3 @@ def by_ranks(cases: Iterable[Case]) -> dict[int, list[Case]]:
     for case in cases:
         grouped.setdefault(case.num_ranks, []).append(case)
     return grouped
-

@@ -28,7 +28,9 @@ def pairwise(fields: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]
     return rows
 
 
-def complete(fields: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], start: Pair, missing: Mapping[Pair, None], rng: random.Random) -> Row:
+def complete(
+    fields: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], start: Pair, missing: Mapping[Pair, None], rng: random.Random
+) -> Row:
     """A whole row around one pair, each further value the one that covers most; empty where no allowed row holds the pair."""
     row: Row = dict(start)
     if not allowed(row):
@@ -39,7 +41,12 @@ def complete(fields: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]
 
 
 def extend(
-    fields: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], row: Row, rest: list[str], missing: Mapping[Pair, None], rng: random.Random
+    fields: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Row], bool],
+    row: Row,
+    rest: list[str],
+    missing: Mapping[Pair, None],
+    rng: random.Random,
 ) -> Row | None:
     """Depth first, so that a dead end only costs its last choice."""
     if not rest:

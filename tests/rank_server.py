@@ -99,9 +99,7 @@ def join(spec: dict[str, Any]) -> None:
 
         dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
         return
-    store = dist.TCPStore(
-        "127.0.0.1", 0 if rank == 0 else read_port(Path(spec["port_file"])), num_ranks, rank == 0, wait_for_workers=False
-    )
+    store = dist.TCPStore("127.0.0.1", 0 if rank == 0 else read_port(Path(spec["port_file"])), num_ranks, rank == 0, wait_for_workers=False)
     if rank == 0:
         partial = Path(spec["port_file"] + ".partial")
         partial.write_text(str(store.port))

@@ -35,7 +35,7 @@ GRACE_SECONDS = 15.0  # for the other ranks to end by themselves once one has ra
 Group = Literal["gloo", "fake", "none"]
 
 
-class RankFailure(AssertionError):  # noqa: N818
+class RankFailure(AssertionError):
     """A job raised on a rank. ``kind`` and ``message`` are those of its exception."""
 
     def __init__(self, rank: int, kind: str, message: str, text: str) -> None:
@@ -43,7 +43,7 @@ class RankFailure(AssertionError):  # noqa: N818
         self.rank, self.kind, self.message = rank, kind, message
 
 
-class RanksTimedOut(AssertionError):  # noqa: N818
+class RanksTimedOut(AssertionError):
     """A job did not end in time on some ranks."""
 
 
@@ -180,7 +180,9 @@ def raise_first(endings: list[Ending]) -> None:
     else:
         error = RankFailure(first.rank, first.kind, first.message, first.text)
     for ending in others:
-        error.add_note(f"rank {ending.rank} {ending.how} after {ending.seconds:.1f} s: {ending.kind}: {ending.message}\n{ending.text[-3000:]}")
+        error.add_note(
+            f"rank {ending.rank} {ending.how} after {ending.seconds:.1f} s: {ending.kind}: {ending.message}\n{ending.text[-3000:]}"
+        )
     raise error
 
 

@@ -1,4 +1,4 @@
-"""Ranks that part ways: within ten seconds every rank ends with an error that names both ranks and what each was in; a slow one is left alone.
+"""Ranks that part ways: in ten seconds every rank ends with an error that names both ranks and what each was in; a slow one is left alone.
 
 Each test has ranks of its own. ``engine.watch`` says after how long a wait is published and reported; the long version, with
 the engine's own figures, is marked ``full``.
@@ -148,7 +148,9 @@ def test_a_block_that_one_rank_skips_counts_as_zero_or_is_named(stage: int, culp
         torch.manual_seed(SEED)
         run = PlainRun(Leaving(), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), forward_of_leaving, num_ranks=2)
         for step in range(3):
-            run.step([[(ZOO["plain"].batches(rank, step, 0), "skip" if (rank, step) == (culprit, step_of_skip) else "")] for rank in range(2)])
+            run.step(
+                [[(ZOO["plain"].batches(rank, step, 0), "skip" if (rank, step) == (culprit, step_of_skip) else "")] for rank in range(2)]
+            )
         assert all(torch.equal(value, run.full_parameters()[name]) for name, value in endings[0].value[1].items())
 
 

@@ -26,7 +26,11 @@ class Layer(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Linear(width, hidden, bias=False),
+            nn.Linear(width, hidden, bias=False),
+            nn.Linear(hidden, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
@@ -150,7 +154,9 @@ def test_balances_are_those_of_a_real_run(stage: int, num_ranks: int, precision:
         fake = ranks.fake_rank(num_ranks, recorded_steps, stage, precision, accumulate, "plain", True, rank=rank)
         bookings, held, sent = real[rank]
         assert fake[1] == held
-        assert {kind: nbytes for kind, nbytes in fake[2].items() if kind != "step"} == {kind: nbytes for kind, nbytes in sent.items() if kind != "step"}
+        assert {kind: nbytes for kind, nbytes in fake[2].items() if kind != "step"} == {
+            kind: nbytes for kind, nbytes in sent.items() if kind != "step"
+        }
         without_comm = [[entry for entry in one if entry[0] != "COMM"] for one in (fake[0], bookings)]
         assert without_comm[0] == without_comm[1]  # COMM alone depends on the transport
 
@@ -172,7 +178,9 @@ def fake_zoo(entry: str, stage: int) -> int:
     return len(balances(engine))
 
 
-@pytest.mark.parametrize("entry", ["tied", "frozen", "block_twice", "nested", "odd_shapes", "strided", "checkpoint_block", "dropout", "adapters", "torch_layers"])
+@pytest.mark.parametrize(
+    "entry", ["tied", "frozen", "block_twice", "nested", "odd_shapes", "strided", "checkpoint_block", "dropout", "adapters", "torch_layers"]
+)
 def test_models_of_the_zoo_run_on_fake_tensors(entry: str) -> None:
     for stage in (1, 3):
         assert ranks.fake_rank(16, fake_zoo, entry, stage) >= 2

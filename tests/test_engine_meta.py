@@ -74,7 +74,12 @@ def test_training_from_there_equals_the_plain_loop(stage: int) -> None:
     model = Decoder()
     model.load_state_dict(began)
     run = PlainRun(
-        model, lambda named: torch.optim.AdamW([p for _, p in named], lr=0.01), ZOO["plain"].forward, num_ranks=2, clip=1.0, reduce_each=True
+        model,
+        lambda named: torch.optim.AdamW([p for _, p in named], lr=0.01),
+        ZOO["plain"].forward,
+        num_ranks=2,
+        clip=1.0,
+        reduce_each=True,
     )
     steps = [vars(run.step([[ZOO["plain"].batches(rank, step, 0)] for rank in range(2)])) for step in range(3)]
     assert differences(trace, Trace(steps, run.full_parameters())) == []
@@ -85,8 +90,9 @@ def largest_held(stage: int) -> tuple[int, int, int]:
 
     Counted outside of the engine as well: every tensor that is made while it is built.
     """
-    import shardbook as sb
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    import shardbook as sb
 
     depth = 12
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What else a person does around an engine: evaluating, several engines, frozen models, other entry points, compiled blocks, existing state."""
+"""What else a person does around an engine: evaluating, several engines, frozen models, entry points, compiled blocks, state."""
 
 import copy
 import gc
@@ -48,7 +48,9 @@ def final(engine: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in engine.full_parameters()}
 
 
-def plain(num_ranks: int, num_steps: int, entry: str = "plain", optimizer: Any = None, model: nn.Module | None = None, **options: Any) -> Trace:
+def plain(
+    num_ranks: int, num_steps: int, entry: str = "plain", optimizer: Any = None, model: nn.Module | None = None, **options: Any
+) -> Trace:
     run = PlainRun(
         model or built(ZOO[entry], SEED),
         optimizer or (lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9)),
@@ -58,7 +60,7 @@ def plain(num_ranks: int, num_steps: int, entry: str = "plain", optimizer: Any =
         **options,
     )
     steps = [vars(run.step([[ZOO[entry].batches(rank, step, 0)] for rank in range(num_ranks)])) for step in range(num_steps)]
-    return Trace([{k: v for k, v in step.items()} for step in steps], run.full_parameters())
+    return Trace([dict(step.items()) for step in steps], run.full_parameters())
 
 
 # ---- evaluation ----------------------------------------------------------------------------------------------------------
@@ -184,7 +186,9 @@ def chained(stage: int) -> Trace:
         loss = cross_entropy(engines[1](engines[0](batch.args[0])), batch) / batch.weight
         loss.backward()
         steps += [float(engine.step().grad_norm) for engine in engines]
-    return Trace([{"norms": tuple(steps)}], {f"{i}.{name}": value for i, engine in enumerate(engines) for name, value in final(engine).items()})
+    return Trace(
+        [{"norms": tuple(steps)}], {f"{i}.{name}": value for i, engine in enumerate(engines) for name, value in final(engine).items()}
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -200,7 +204,7 @@ def test_one_backward_through_two_engines(stage: int) -> None:
     )
     for step in range(2):
         run.step([[ZOO["plain"].batches(rank, step, 0)] for rank in range(2)])
-    expected = {name: value for name, value in run.full_parameters().items()}
+    expected = dict(run.full_parameters().items())
     assert differences(Trace([], result.parameters), Trace([], expected)) == []
 
 
@@ -231,7 +235,9 @@ def frozen_engine(stage: int, entry: str) -> tuple[dict[str, Any], dict[str, int
     rank, _ = this_rank()
     engine = engine_of(built(ZOO[entry], SEED).requires_grad_(False), None, stage=stage)
     held: defaultdict[str, int] = defaultdict(int)
-    with engine.observe(lambda event: held.__setitem__(event.account, held[event.account] + event.nbytes) if isinstance(event, Booking) else None):
+    with engine.observe(
+        lambda event: held.__setitem__(event.account, held[event.account] + event.nbytes) if isinstance(event, Booking) else None
+    ):
         pass
     x = torch.randn(2, 6, 24, requires_grad=True)
     loss, _ = ZOO[entry].forward(engine, ZOO[entry].batches(rank, 0, 0))
@@ -277,7 +283,9 @@ def test_distillation(stage: int) -> None:
             target = teacher(batch.args[0]).softmax(-1)
         return -(model(batch.args[0]).log_softmax(-1) * target).sum(), 12
 
-    run = PlainRun(built(ZOO["plain"], SEED), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9), forward, num_ranks=2)
+    run = PlainRun(
+        built(ZOO["plain"], SEED), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9), forward, num_ranks=2
+    )
     steps = [vars(run.step([[ZOO["plain"].batches(rank, step, 0)] for rank in range(2)])) for step in range(2)]
     assert differences(ranks.call(2, teacher_and_student, stage)[0], Trace(steps, run.full_parameters())) == []
 
@@ -420,7 +428,7 @@ def test_optimizer_state_goes_on(stage: int, optimizer: str) -> None:
 
     expected = plain(3, 3, "strided", make, model)  # on three ranks the cuts fall inside of parameters
     result = ranks.call(3, with_state, stage, optimizer)[0]
-    assert differences(result, Trace(expected.steps, {name: value for name, value in expected.parameters.items()})) == []
+    assert differences(result, Trace(expected.steps, dict(expected.parameters.items()))) == []
 
 
 def scheduled(kind: str, handed_over: bool) -> tuple[Trace, list[float]]:
@@ -484,7 +492,9 @@ def changed_rate() -> Trace:
 
 
 def test_groups_stay_the_persons_to_change() -> None:
-    run = PlainRun(built(ZOO["plain"], SEED), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), ZOO["plain"].forward, num_ranks=2)
+    run = PlainRun(
+        built(ZOO["plain"], SEED), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), ZOO["plain"].forward, num_ranks=2
+    )
     steps = []
     for step in range(3):
         run.optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
@@ -626,7 +636,9 @@ def observed(stage: int, precision: str, entry: str, accumulate: int) -> tuple[l
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision, accumulate", [("fp32", 1), ("bf16", 3)])
 @pytest.mark.parametrize("entry", ["plain", "frozen", "checkpoint_part", "used_in_some_steps", "tied"])
-def test_balances_return_to_what_persists_and_never_fall_below_zero(entry: str, stage: int, num_ranks: int, precision: str, accumulate: int) -> None:
+def test_balances_return_to_what_persists_and_never_fall_below_zero(
+    entry: str, stage: int, num_ranks: int, precision: str, accumulate: int
+) -> None:
     for after, lowest, marks in ranks.call(num_ranks, observed, stage, precision, entry, accumulate):
         assert all(nbytes == 0 for nbytes in lowest.values())
         assert after[1] == after[2]
@@ -635,7 +647,7 @@ def test_balances_return_to_what_persists_and_never_fall_below_zero(entry: str, 
 
 
 def persistent(stage: int, precision: str) -> tuple[dict[str, int], int]:
-    rank, _ = this_rank()
+    _rank, _ = this_rank()
     import shardbook as sb
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96, bias=False), nn.Linear(96, 96, bias=False)) for _ in range(4)))
@@ -644,7 +656,9 @@ def persistent(stage: int, precision: str) -> tuple[dict[str, int], int]:
     engine.backward(engine(torch.randn(3, 96)).float().sum())
     engine.step()
     held: defaultdict[str, int] = defaultdict(int)
-    with engine.observe(lambda event: held.__setitem__(event.account, held[event.account] + event.nbytes) if isinstance(event, Booking) else None):
+    with engine.observe(
+        lambda event: held.__setitem__(event.account, held[event.account] + event.nbytes) if isinstance(event, Booking) else None
+    ):
         pass
     return {account: nbytes for account, nbytes in held.items() if nbytes}, sum(parameter.numel() for parameter in model.parameters())
 
@@ -759,7 +773,9 @@ def half_types(stage: int) -> Trace:
     import shardbook as sb
 
     model = built(ZOO["plain"], SEED).bfloat16()
-    engine = sb.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01), sb.ZeroConfig(stage=stage, precision=sb.Precision(param="bf16")))
+    engine = sb.Engine(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), sb.ZeroConfig(stage=stage, precision=sb.Precision(param="bf16"))
+    )
     return Trace(train(engine, rank, range(3)), final(engine))
 
 

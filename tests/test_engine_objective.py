@@ -104,7 +104,9 @@ def plain_backward() -> tuple[list[Any], Trace]:
     return [report.loss for report in reports], Trace([], final(engine))
 
 
-def plain_of(entry: str = "plain", *, num_ranks: int, steps: list[list[list[Any]]], weighted: bool = True, each: bool = True, **options: Any) -> Trace:
+def plain_of(
+    entry: str = "plain", *, num_ranks: int, steps: list[list[list[Any]]], weighted: bool = True, each: bool = True, **options: Any
+) -> Trace:
     """A plain run over given batches, SGD with step size 0.1."""
     run = PlainRun(
         built(ZOO[entry], SEED),
@@ -316,7 +318,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_and_the_next_is_fine(kind: 
         if kind == "gradient":
             assert reports[1]["nonfinite"] == "blocks.1.spare"
         assert reports[1]["learning_rates"] == reports[2]["learning_rates"]  # the scheduler waits as well
-    assert differences(Trace([], results[0][2]), Trace([], {name: value for name, value in run.full_parameters().items()})) == []
+    assert differences(Trace([], results[0][2]), Trace([], dict(run.full_parameters().items()))) == []
 
 
 # ---- fp16 ----------------------------------------------------------------------------------------------------------------
@@ -333,7 +335,9 @@ def overflowing(stage: int, scale: Any) -> list[dict[str, Any]]:
     reports = []
     for step in range(4):
         loss, weight = ZOO["plain"].forward(engine, ZOO["plain"].batches(rank, step, 0))
-        engine.backward(loss * (1e7 if rank == num_ranks - 1 and step == 1 else 0.01), weight=weight)  # 65,536 of a whole loss is too much as well
+        engine.backward(
+            loss * (1e7 if rank == num_ranks - 1 and step == 1 else 0.01), weight=weight
+        )  # 65,536 of a whole loss is too much as well
         report = engine.step()
         reports.append(reported(report) | {"nonfinite": report.nonfinite, "scale": report.loss_scale})
     return reports
@@ -398,7 +402,14 @@ def count_reads(clip: float | None) -> tuple[int, int, bool]:
     """How often the host reads a tensor's value in forward and backward, and in the step; whether the report can be read later."""
     from torch.overrides import TorchFunctionMode
 
-    reading = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.cpu}
+    reading = {
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.__bool__,
+        torch.Tensor.__float__,
+        torch.Tensor.__int__,
+        torch.Tensor.cpu,
+    }
     reading |= {torch.Tensor.numpy, torch.Tensor.nonzero, torch.nonzero, torch.equal, torch.allclose, torch.Tensor.__index__}
 
     class Count(TorchFunctionMode):

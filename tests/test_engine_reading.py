@@ -44,7 +44,7 @@ READERS: dict[str, Reader] = {
     "1 - p": lambda m, p: 1 - p,
     "-p": lambda m, p: -p,
     "p > 0": lambda m, p: p > 0,
-    "p == p": lambda m, p: p == p,  # noqa: PLR0124
+    "p == p": lambda m, p: p == p,
     "p @ p.T": lambda m, p: p @ p.T,
     "matmul": lambda m, p: torch.matmul(torch.ones(1, 40), p),
     "einsum": lambda m, p: torch.einsum("ij,ij->", p, p),
@@ -53,7 +53,7 @@ READERS: dict[str, Reader] = {
     "p[0, 0].item()": lambda m, p: p[0, 0].item(),
     "p[mask]": lambda m, p: p[torch.ones(40, dtype=torch.bool)],
     "iteration": lambda m, p: torch.stack(list(p)),
-    "unpacking": lambda m, p: [*p][0],
+    "unpacking": lambda m, p: next(iter(p)),
     "sum().item()": lambda m, p: p.sum().item(),
     "tolist": lambda m, p: p.tolist(),
     "numpy of detach": lambda m, p: p.detach().numpy().sum(),
@@ -115,7 +115,11 @@ READERS: dict[str, Reader] = {
 }
 
 # readers of more than the one parameter may name the first that they come to
-NAMES_OF_OTHERS = {"deepcopy of the module": "blocks.1.", "model.state_dict": "embedding.weight", "torch.save of state_dict": "embedding.weight"}
+NAMES_OF_OTHERS = {
+    "deepcopy of the module": "blocks.1.",
+    "model.state_dict": "embedding.weight",
+    "torch.save of state_dict": "embedding.weight",
+}
 
 WRITERS: dict[str, Reader] = {
     "p[0, 0] =": lambda m, p: assign(p.data, 3.0),
@@ -287,7 +291,10 @@ def read_at_once(reader: str, stage: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("reader", ["sum", "tolist", "deepcopy of the module", "model.state_dict", "data", "detach", "numpy of detach", "F.linear", "pickle", "view"])
+@pytest.mark.parametrize(
+    "reader",
+    ["sum", "tolist", "deepcopy of the module", "model.state_dict", "data", "detach", "numpy of detach", "F.linear", "pickle", "view"],
+)
 def test_between_steps_a_read_gives_the_new_value(reader: str, stage: int) -> None:
     for first, second in ranks.call(2, read_at_once, reader, stage):
         assert first == second
@@ -295,7 +302,7 @@ def test_between_steps_a_read_gives_the_new_value(reader: str, stage: int) -> No
 
 def stale_views(stage: int) -> tuple[Any, Any]:
     """A view and a detached alias taken before a step."""
-    engine, model, parameter = trained(stage)
+    engine, _model, parameter = trained(stage)
     alias, kept = parameter.data, parameter.detach().clone()
     import torch.distributed as dist
 
@@ -435,7 +442,9 @@ def whole(stage: int, entry: str, folder: str) -> tuple[list[str], list[str], li
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("entry", ["plain", "tied", "strided", "mixed_types", "buffers", "integer_weights", "shared_with_root", "odd_shapes", "gaps"])
+@pytest.mark.parametrize(
+    "entry", ["plain", "tied", "strided", "mixed_types", "buffers", "integer_weights", "shared_with_root", "odd_shapes", "gaps"]
+)
 def test_the_whole_state_loads_into_the_plain_model(entry: str, stage: int, tmp_path: Path) -> None:
     names, keys, expected, fits = ranks.call(2, whole, stage, entry, str(tmp_path))[0]
     assert sorted(names) == sorted(name for name, _ in built(ZOO[entry], 0).named_parameters())

@@ -70,7 +70,7 @@ def sent_by_the_kernel() -> int:
 
 
 def run(stage: int, accumulate: int, precision: str, num_steps: int = 4) -> tuple[list[dict[str, int]], list[int], list[int]]:
-    """Per step: bytes by kind as the events say, bytes as the kernel says, messages. Between barriers, so that refreshes count in their step."""
+    """Per step: bytes by kind as the events say, bytes as the kernel says, messages. Between barriers: refreshes count in their step."""
     import torch.distributed as dist
 
     import shardbook as sb

@@ -47,7 +47,9 @@ RED: dict[str, Callable[[], None]] = {
     "optimizer state is cut in the wrong place": partial(misc.test_optimizer_state_goes_on, 3, "adamw_plain"),
     "gradients are added in bf16": equals(precision="bf16", num_ranks=3),
     "pieces are in each other's group": equals(optimizer="adamw_plain"),
-    "what is not finite is applied": partial(objective.test_a_step_that_is_not_finite_is_skipped_by_all_and_the_next_is_fine, "gradient", 2),
+    "what is not finite is applied": partial(
+        objective.test_a_step_that_is_not_finite_is_skipped_by_all_and_the_next_is_fine, "gradient", 2
+    ),
     "the loss scale does not notice an overflow": partial(objective.test_fp16_overflow_skips_all_ranks_halves_the_scale_and_goes_on, 1),
     "version counters are not bumped": partial(misc.test_backward_through_values_of_before_the_step_raises, 2, 2),
     "stage 2 adds micro-batches before ranks": equals(stage=2, accumulate=3, num_ranks=3),

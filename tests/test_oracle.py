@@ -137,7 +137,10 @@ def test_buffers_belong_to_each_rank() -> None:
 def test_orders_and_types_that_matter_show_in_the_bits() -> None:
     """If these agreed, equality with the plain loop would prove nothing about order, scale or type."""
     base = Case(num_ranks=3, stage=0, accumulate=3, optimizer="sgd")
-    for other in (Case(num_ranks=3, stage=2, accumulate=3, optimizer="sgd"), Case(num_ranks=3, stage=0, accumulate=3, optimizer="sgd", weighted=False)):
+    for other in (
+        Case(num_ranks=3, stage=2, accumulate=3, optimizer="sgd"),
+        Case(num_ranks=3, stage=0, accumulate=3, optimizer="sgd", weighted=False),
+    ):
         assert differences(plain_trace(base), plain_trace(other))
     half = Case(num_ranks=2, stage=0, precision="bf16-no-master")
     assert differences(plain_trace(half), plain_trace(Case(num_ranks=2, stage=0, precision="pure-bf16")))

@@ -8,10 +8,40 @@ import torch
 from tests.equality import Case, built, differences, plain_trace
 from tests.zoo import ZOO
 
-ASKED_FOR = """tied frozen adapters block_twice shared_between_units used_in_some_steps used_on_some_ranks never_used odd_shapes
-fewer_than_ranks strided mixed_types buffers experts plain tuples dicts dataclasses checkpoint_block checkpoint_block_reentrant
-checkpoint_part checkpoint_part_reentrant nested no_blocks in_place_output loss_on_self dropout keywords several_lists huge_layer
-convolutions loss_outside""".split()
+ASKED_FOR = [
+    "tied",
+    "frozen",
+    "adapters",
+    "block_twice",
+    "shared_between_units",
+    "used_in_some_steps",
+    "used_on_some_ranks",
+    "never_used",
+    "odd_shapes",
+    "fewer_than_ranks",
+    "strided",
+    "mixed_types",
+    "buffers",
+    "experts",
+    "plain",
+    "tuples",
+    "dicts",
+    "dataclasses",
+    "checkpoint_block",
+    "checkpoint_block_reentrant",
+    "checkpoint_part",
+    "checkpoint_part_reentrant",
+    "nested",
+    "no_blocks",
+    "in_place_output",
+    "loss_on_self",
+    "dropout",
+    "keywords",
+    "several_lists",
+    "huge_layer",
+    "convolutions",
+    "loss_outside",
+]
 
 NAMES = sorted(ZOO)
 

@@ -65,9 +65,7 @@ def entry(
     """Adds the model that the function below builds to the zoo, under the function's name."""
 
     def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        ZOO[build.__name__] = Entry(
-            build.__name__, shows, build, batches or tokens, loss or cross_entropy, call or call_model, **expected
-        )
+        ZOO[build.__name__] = Entry(build.__name__, shows, build, batches or tokens, loss or cross_entropy, call or call_model, **expected)
         return build
 
     return register
@@ -390,7 +388,9 @@ class Experts(nn.Module):
 
 @entry(
     "experts that get no token on some ranks; the block itself is entered on all",
-    sometimes=frozenset(f"blocks.{i}.experts.{e}.{layer}.{w}" for i in range(2) for e in range(5) for layer in (0, 2) for w in ("weight", "bias")),
+    sometimes=frozenset(
+        f"blocks.{i}.experts.{e}.{layer}.{w}" for i in range(2) for e in range(5) for layer in (0, 2) for w in ("weight", "bias")
+    ),
 )
 def experts() -> nn.Module:
     return Decoder(Experts, depth=2)
@@ -713,7 +713,10 @@ def in_place_input() -> nn.Module:
     return Cloning(InPlace)
 
 
-@entry("a block keeps an auxiliary loss on itself, which the model adds", loss=lambda output, batch: cross_entropy(output[0], batch) + output[1])
+@entry(
+    "a block keeps an auxiliary loss on itself, which the model adds",
+    loss=lambda output, batch: cross_entropy(output[0], batch) + output[1],
+)
 def loss_on_self() -> nn.Module:
     class Auxiliary(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -178,7 +178,8 @@ class Engine:
             foreign = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
             if foreign:
                 raise UsageError(
-                    f"engine.gathered: parameter {foreign[0]!r} of {type(module).__name__} is not under this engine: pass modules of its model"
+                    f"engine.gathered: parameter {foreign[0]!r} of {type(module).__name__} is not under this engine: "
+                    f"pass modules of its model"
                 )
         wanted = {id(parameter) for module in modules or (self.model,) for parameter in module.parameters()}
         units = [unit for unit in self._units if any(id(member.parameter) in wanted for _, _, member in unit.members)]

@@ -54,7 +54,8 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 def _shardbook(name: str, model: nn.Module, dtype: Dtype, options: dict[str, Any]) -> Contender:
     import shardbook as sb
 
-    config = sb.ZeroConfig(stage=int(name.removeprefix("shardbook-")), precision=sb.Precision(param=dtype), **options)
+    stage: Any = int(name.removeprefix("shardbook-"))
+    config = sb.ZeroConfig(stage=stage, precision=sb.Precision(param=dtype), **options)
     optimizer = _adamw(model)
     engine = sb.Engine(model, optimizer, config)
     stays_full = config.stage < 3

@@ -12,18 +12,25 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from benchmarks import fake_ranks, models, peaks, step_time, traffic
+from benchmarks.engines import Dtype
 from benchmarks.measure import MIB
 
 TARGET = Path(__file__).parent.parent / "docs" / "evidence" / "engine.md"
 FOREIGN = 0.10
 """In a round of step times that counts, other processes took at most this share of the cores."""
+
+
+TIMED: tuple[tuple[int, Dtype, int, float], ...] = ((2, "fp32", 1, 100.0), (2, "fp32", 4, 45.0), (2, "bf16", 4, 45.0), (4, "fp32", 1, 45.0))
+"""Ranks, type, micro-batch, and the seconds after which no round begins."""
+
+NUM_ROUNDS = 40
 
 
 @dataclass(kw_only=True)
@@ -59,7 +66,8 @@ def memory() -> Section:
         "measured in the same way; blocks that a thread of gloo freed unseen are left out of its figures, which makes them lower bounds.",
     )
     rows: list[list[str]] = []
-    for dtype, peak_bound, live_bound in (("fp32", 490, 170), ("bf16", 371, 179)):
+    bounds: tuple[tuple[Dtype, int, int], ...] = (("fp32", 490, 170), ("bf16", 371, 179))
+    for dtype, peak_bound, live_bound in bounds:
         for name in ("shardbook-3", "fsdp2"):
             found = peaks.measure(name, dtype)
             peak, live = max(one.peak.nbytes for one in found) / MIB, max(one.live_nbytes for one in found) / MIB
@@ -87,9 +95,10 @@ def times() -> Section:
         f"counts. Only rounds count in which other processes took at most {FOREIGN:.0%} of the cores (the five quietest, if fewer did).",
     )
     rows: list[list[str]] = []
-    for num_ranks, dtype, micro_batch, num_rounds in ((2, "fp32", 1, 40), (2, "fp32", 4, 10), (2, "bf16", 4, 8), (4, "fp32", 1, 10)):
+    for num_ranks, dtype, micro_batch, budget_seconds in TIMED:
+        names = ["shardbook-3", "fsdp2", "ddp"]
         found = step_time.measure(
-            ["shardbook-3", "fsdp2", "ddp"], dtype, num_ranks=num_ranks, micro_batch=micro_batch, num_rounds=num_rounds
+            names, dtype, num_ranks=num_ranks, micro_batch=micro_batch, num_rounds=NUM_ROUNDS, budget_seconds=budget_seconds
         )
         kept = found.quiet(FOREIGN)
         setting = [str(num_ranks), dtype, str(micro_batch)]
@@ -101,7 +110,7 @@ def times() -> Section:
                 *setting,
                 *milliseconds,
                 *("{:.3f} ({:.3f} to {:.3f})".format(*ratio) for ratio in ratios),
-                f"{len(kept)} of {num_rounds}",
+                f"{len(kept)} of {len(found.rounds)}",
                 others,
             ]
         )
@@ -219,20 +228,15 @@ def write(text: str, target: Path) -> None:
     target.chmod(0o644)
 
 
-def measured(names: list[str]) -> Iterator[Section]:
-    for name in names:
-        began = time.monotonic()
-        section = PARTS[name]()
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        yield section
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="only these, printed and not written")
     options = parser.parse_args()
     began = time.monotonic()
-    sections = list(measured(options.parts or list(PARTS)))
+    sections: list[Section] = []
+    for name in options.parts or PARTS:
+        sections.append(PARTS[name]())
+        print(f"{name}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
     text = document(sections, time.monotonic() - began)
     if not options.parts:
         write(text, TARGET)

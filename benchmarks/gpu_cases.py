@@ -6,7 +6,7 @@ on the CPU. All ranks share one device.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +93,8 @@ def _with_engine(device: torch.device, training: Training) -> tuple[list[tuple[f
             assert report.loss is not None
             reports.append((report.loss, report.grad_norm))
         parameters = {name: value.clone() for name, value in engine.full_parameters()}
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # what is compared was made on another stream
     engine.close()
     return reports, parameters
 
@@ -129,21 +131,25 @@ def _batch(device: torch.device, rank: int, step: int, micro: int) -> tuple[Tens
 
 
 @contextmanager
-def _delays(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
+def _delays(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Generator[None]:
     """Make the compute stream late before each layer, each of its gradients and each optimizer step, by different times on each rank.
 
     So a gather that did not wait for the optimizer's writes, or a reduction that did not wait for a gradient, sends old bytes.
     """
     sleep = sleeper(device)
-    handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: sleep())]
+
+    def late(*_: Any) -> None:
+        sleep()
 
     def late_gradient(_module: nn.Module, _args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda _: sleep())
+            output.register_hook(late)
+
+    handles: list[Any] = [optimizer.register_step_pre_hook(late)]
 
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.LayerNorm | nn.Embedding):
-            handles.append(module.register_forward_pre_hook(lambda *_: sleep()))
+            handles.append(module.register_forward_pre_hook(late))
             handles.append(module.register_forward_hook(late_gradient))
     try:
         yield

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,11 @@ def facts(device: str) -> dict[str, str]:
     """What the figures depend on."""
     found = {"torch": torch.__version__, "device": "CPU, a try of the check itself"}
     if device == "cuda":
-        found |= {
-            "device": torch.cuda.get_device_name(0),
-            "CUDA": str(torch.version.cuda),
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
-        }
+        found |= {"device": torch.cuda.get_device_name(0), "CUDA": str(torch.version.cuda)}
+        with suppress(AttributeError, ImportError, RuntimeError):  # the checks matter more than their heading
+            from torch.cuda import nccl
+
+            found["NCCL"] = ".".join(map(str, nccl.version()))
     return found
 
 

@@ -16,7 +16,7 @@ allocations of known length.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +73,7 @@ class AllocationRecords:
         self._leave_out_unseen(reachable)
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> Generator[None]:
         """Name a stretch of the run."""
         with record_function(f"{_MARK}begin:{name}"):
             pass

@@ -53,12 +53,12 @@ def padding_of(contender: engines.Contender) -> float:
     if contender.engine is None:
         return 0.0
     from shardbook.accounts import Account
-    from shardbook.events import Booking
+    from shardbook.events import Booking, Event
 
-    held: list[Booking] = []
-    with contender.engine.observe(lambda event: held.append(event) if isinstance(event, Booking) else None):
+    seen: list[Event] = []
+    with contender.engine.observe(seen.append):
         pass
-    kept = [booking for booking in held if booking.account in (Account.PARAM, Account.MASTER)]
+    kept = [event for event in seen if isinstance(event, Booking) and event.account in (Account.PARAM, Account.MASTER)]
     return sum(booking.padding for booking in kept) / sum(booking.nbytes for booking in kept)
 
 

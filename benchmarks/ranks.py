@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = timedelta(minutes=5)
-STORE_PORT = 0
-"""In a rank: where the store listens, so that its connections can be told from those between ranks."""
+PORT_VARIABLE = "BENCHMARK_STORE_PORT"
+"""In a rank's environment: where the store listens, so that its connections can be told from those between ranks."""
 
 
 class RankFailedError(RuntimeError):
@@ -24,9 +24,9 @@ class RankFailedError(RuntimeError):
 
 def run(num_ranks: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", seconds: float = 600.0) -> list[Any]:
     """``function(*arguments)`` on every rank of a process group, by rank; after ``seconds`` without all answers, all are ended."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     context = multiprocessing.get_context("spawn")
     ends = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -79,12 +79,12 @@ def _work(
     """A rank's life."""
     import torch
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    global STORE_PORT
-    STORE_PORT = port
+    os.environ[PORT_VARIABLE] = str(port)
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
         dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=store, timeout=TIMEOUT)
         answer = (False, function(*arguments))
         dist.barrier()

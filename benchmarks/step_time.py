@@ -22,6 +22,7 @@ import torch.distributed as dist
 from benchmarks import engines, models, ranks
 
 WARM_STEPS = 4
+MIN_ROUNDS = 5
 TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
 """Of a loss near 8, after :data:`WARM_STEPS` steps: engines add gradients in different orders and, in bf16, cast at different points."""
 
@@ -32,6 +33,7 @@ class Round:
 
     seconds: dict[str, float]
     foreign: float
+    lasted: float  # seconds, the same on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Times:
         """Rounds in which other processes took at most this share; if there are fewer than five, the five quietest."""
         ordered = sorted(self.rounds, key=lambda found: found.foreign)
         kept = [found for found in ordered if found.foreign <= foreign]
-        return kept if len(kept) >= 5 else ordered[:5]
+        return kept if len(kept) >= MIN_ROUNDS else ordered[:MIN_ROUNDS]
 
     def median(self, name: str, foreign: float) -> float:
         """Seconds."""
@@ -59,14 +61,16 @@ class Times:
         return middle, low, high
 
 
-def compare(names: Sequence[str], dtype: engines.Dtype, micro_batch: int, num_rounds: int) -> Times:
-    """Every rank of a group calls it; the answer is the same on all."""
+def compare(names: Sequence[str], dtype: engines.Dtype, micro_batch: int, num_rounds: int, budget_seconds: float) -> Times:
+    """Every rank of a group calls it; the answer is the same on all. Rounds end early when they have taken ``budget_seconds``."""
     config, rank = models.GPTConfig(), dist.get_rank()
     contenders = {name: engines.make(name, dtype, config) for name in names}
     losses = {name: _train(contender, config, micro_batch, rank) for name, contender in contenders.items()}
     _check_losses(losses, dtype)
     rounds: list[Round] = []
     for number in range(num_rounds):
+        if len(rounds) > MIN_ROUNDS and sum(found.lasted for found in rounds) > budget_seconds:
+            break
         inputs, targets = models.batch(config, micro_batch, rank=rank, step=WARM_STEPS + number)
         seconds: dict[str, float] = {}
         before = _usage()
@@ -118,7 +122,7 @@ def _slowest(seconds: dict[str, float], busy: float, own: float, wall: float) ->
     dist.all_reduce(used)
     by_ranks, by_all, lasted = used.tolist()
     foreign = max(0.0, by_all - by_ranks) / (lasted * (os.cpu_count() or 1))
-    return Round(seconds=dict(zip(names, slowest.tolist(), strict=True)), foreign=foreign)
+    return Round(seconds=dict(zip(names, slowest.tolist(), strict=True)), foreign=foreign, lasted=lasted)
 
 
 def _usage() -> tuple[float, float, float]:
@@ -131,9 +135,11 @@ def _usage() -> tuple[float, float, float]:
     return busy, time.process_time(), time.perf_counter()
 
 
-def measure(names: Sequence[str], dtype: engines.Dtype, *, num_ranks: int, micro_batch: int, num_rounds: int) -> Times:
+def measure(
+    names: Sequence[str], dtype: engines.Dtype, *, num_ranks: int, micro_batch: int, num_rounds: int, budget_seconds: float = 600.0
+) -> Times:
     """In processes of its own."""
-    return ranks.run(num_ranks, compare, tuple(names), dtype, micro_batch, num_rounds)[0]
+    return ranks.run(num_ranks, compare, tuple(names), dtype, micro_batch, num_rounds, budget_seconds, seconds=budget_seconds + 600)[0]
 
 
 def table(times: Times, foreign: float) -> str:

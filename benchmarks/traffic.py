@@ -80,6 +80,7 @@ def sent_by_sockets() -> dict[int, tuple[bool, int]] | None:
     if not folder.exists():
         return None
     found: dict[int, tuple[bool, int]] = {}
+    store_port = int(os.environ[ranks.PORT_VARIABLE])
     for entry in folder.iterdir():
         try:
             status = entry.stat()
@@ -88,7 +89,7 @@ def sent_by_sockets() -> dict[int, tuple[bool, int]] | None:
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                     sent, again = struct.unpack_from("QQ", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 200)
-                    found[status.st_ino] = (connection.getpeername()[1] == ranks.STORE_PORT, sent - again)
+                    found[status.st_ino] = (connection.getpeername()[1] == store_port, sent - again)
         except OSError:
             continue  # the descriptor was the listing's own, or has gone
     return found

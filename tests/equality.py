@@ -203,6 +203,7 @@ def engine_config(case: Case) -> Any:
         accumulate=case.accumulate,
         clip_grad_norm=CLIP if case.clip else None,
         loss_scale=LOSS_SCALE if case.precision == "fp16" else None,
+        units=ZOO[case.entry].units,
     )
 
 

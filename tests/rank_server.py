@@ -5,6 +5,7 @@ its process group and runs jobs: it receives (module, function, arguments) and a
 treats warnings as errors, and dies with the process that started all this, whatever happens.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -117,9 +118,9 @@ def read_port(path: Path) -> int:
 
 
 def jobs(connection: Connection) -> None:
-    """One job after the other until the connection closes."""
+    """One job after the other until the connection closes, or until one after which the process is to end as any program does."""
     while True:
-        module, function, args, kwargs = pickle.loads(connection.recv_bytes())
+        module, function, args, kwargs, leave = pickle.loads(connection.recv_bytes())
         try:
             job: Any = importlib.import_module(module)
             for part in function.split("."):
@@ -128,6 +129,9 @@ def jobs(connection: Connection) -> None:
         except BaseException as error:
             reply = failure(error)
         answer(connection, reply)
+        if leave:
+            atexit._run_exitfuncs()
+            return
         del reply
         close_engines()
         gc.collect()

@@ -114,9 +114,10 @@ class Worker:
     connection: Connection
     log: Path
 
-    def send(self, job: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def send(self, job: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, leave: bool = False) -> None:
+        """``leave``: after the job the process ends as any program does, its exit functions included."""
         with contextlib.suppress(ConnectionError):
-            self.connection.send_bytes(pickle.dumps((job.__module__, job.__qualname__, args, kwargs)))
+            self.connection.send_bytes(pickle.dumps((job.__module__, job.__qualname__, args, kwargs, leave)))
 
     def stacks(self) -> str:
         """Where all its threads stand."""
@@ -200,12 +201,17 @@ def call(num_ranks: int, job: Callable[..., Any], *args: Any, seconds: float = S
     return [ending.value for ending in endings]
 
 
-def fresh_ranks(num_ranks: int, job: Callable[..., Any], *args: Any, seconds: float = SECONDS, **kwargs: Any) -> list[Ending]:
-    """Runs a job on ranks made for it and stopped afterwards. Raises nothing: says how it ended on each rank, and after how long."""
+def fresh_ranks(
+    num_ranks: int, job: Callable[..., Any], *args: Any, seconds: float = SECONDS, leave: bool = False, **kwargs: Any
+) -> list[Ending]:
+    """Runs a job on ranks made for it and stopped afterwards. Raises nothing: says how it ended on each rank, and after how long.
+
+    ``leave``: each process ends by itself as soon as its job is done, while others may still be at work.
+    """
     workers = server().fork(num_ranks, "gloo" if num_ranks > 1 else "none")
     try:
         for worker in workers:
-            worker.send(job, args, kwargs)
+            worker.send(job, args, kwargs, leave=leave)
         return collect(workers, seconds, after_error=False)
     finally:
         stop(workers)

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -183,10 +184,12 @@ def test_a_rank_that_raises_in_forward(num_ranks: int, stage: int, culprit: int)
     all_named(endings, culprit, r"ArithmeticError(.|\n)*a mistake of the user's", kinds="RankLostError")
 
 
-@pytest.mark.parametrize("what", ["kill", "exit"])
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+def every_third(*lists: Any) -> list[Any]:
+    """The product of the lists; every third row is in the default suite."""
+    return [pytest.param(*row, marks=() if number % 3 == 0 else pytest.mark.full) for number, row in enumerate(product(*lists))]
+
+
+@pytest.mark.parametrize("num_ranks, culprit, stage, what", every_third([2, 3], [0, 1], [1, 3], ["kill", "exit"]))
 def test_a_rank_that_is_killed(num_ranks: int, stage: int, culprit: int, what: str) -> None:
     """Also rank 0, in whose process the store lives."""
     endings = ranks.fresh_ranks(num_ranks, part_ways, stage, what, culprit, seconds=30)

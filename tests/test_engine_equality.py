@@ -33,10 +33,12 @@ FIELDS: dict[str, list[Any]] = {
 def allowed(row: dict[str, Any]) -> bool:
     """A ragged end needs several micro-batches, an empty one several ranks; gradients that wait in 16 bits allow no accumulation.
 
-    Torch's fused AdamW walks a parameter's memory as if it had no gaps, so the plain loop itself is wrong there.
+    Torch's fused AdamW walks a parameter's memory as if it had no gaps, so the plain loop itself is wrong there; and its layer norm
+    takes no fp16 weights with bf16 inputs.
     """
     return not (
         (row.get("entry") == "gaps" and row.get("optimizer") == "adamw_fused")
+        or (row.get("entry") == "autocast" and row.get("precision") == "fp16")
         or (row.get("ragged") and row.get("accumulate") == 1)
         or (row.get("empty") and row.get("num_ranks") == 1)
         or (row.get("accumulate") == 3 and row.get("precision") in ("pure-bf16", "2+2+4+8"))
@@ -106,7 +108,7 @@ def test_whole_product(entry: str, num_ranks: int) -> None:
     cases: list[Case] = []
     for stage in range(4):
         for precision in ("fp32", "bf16"):
-            for ahead, accumulate in ((0, 3), (1, 1), (2, 3)):
+            for ahead, accumulate in ((0, 3), (1, 1), (2, 3))[: 3 if stage == 3 else 2]:  # elsewhere nothing is fetched
                 turn = zlib.crc32(f"{entry}/{num_ranks}/{stage}/{precision}/{ahead}".encode())
                 optimizer = optimizers[(turn >> 3) % len(optimizers)]
                 cases.append(
@@ -123,7 +125,6 @@ def test_whole_product(entry: str, num_ranks: int) -> None:
                         ragged=bool(turn & 4) and accumulate > 1,
                         empty=bool(turn >> 8 & 1) and num_ranks > 1,
                         scheduled=bool(turn >> 9 & 1),
-                        steps=4,
                     )
                 )
     failed = {str(case): found[:4] for case, found in compared(cases, seconds=240).items() if found}

@@ -230,6 +230,46 @@ def test_engines_one_after_the_other_leave_nothing_behind(close: bool) -> None:
         assert last <= first
 
 
+def last_step(stage: int, how: str, behind: float = 0.1) -> bool:
+    """Rank 0 is done at once, the other ones are slower: it closes its engine, drops it, or its process ends."""
+    import time
+
+    rank, _ = this_rank()
+    torch.manual_seed(SEED)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(6)))
+    engine: Any = engine_of(model, stage=stage)
+    for step in range(2):
+        engine.backward(engine(torch.randn(3, 64)).square().sum(), weight=3)
+        if step == 1 and rank:
+            engine.optimizer.register_step_post_hook(lambda *_: time.sleep(behind))  # between the exchange and the refresh
+        engine.step()
+    if rank == 0:
+        if how == "closes":
+            engine.close()
+        elif how == "drops":
+            del engine, model
+            gc.collect()
+        return True
+    time.sleep(0.5)
+    return all(bool(torch.isfinite(parameter.detach()).all()) for parameter in model.parameters()) if stage < 3 else True
+
+
+@pytest.mark.parametrize("how", ["closes", "drops", "ends"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_may_end_right_after_its_last_step(stage: int, how: str) -> None:
+    """What the others still need of it is sent before it goes: nobody is told that a rank was lost."""
+    for ending in ranks.fresh_ranks(3, last_step, stage, how, leave=True):
+        assert (ending.how, ending.value) == ("value", True), f"{ending.kind}: {ending.message}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["closes", "ends"])
+def test_a_rank_may_end_long_before_a_slow_one(how: str) -> None:
+    """Slow is not wrong, at the end as well."""
+    for ending in ranks.fresh_ranks(2, last_step, 1, how, behind=7.0, leave=True):
+        assert (ending.how, ending.value) == ("value", True), f"{ending.kind}: {ending.message}"
+
+
 def frozen_engine(stage: int, entry: str) -> tuple[dict[str, Any], dict[str, int]]:
     """No optimizer: a model that is only evaluated, sharded all the same."""
     rank, _ = this_rank()
@@ -765,6 +805,39 @@ def test_native_reduction_agrees_within_rounding(stage: int) -> None:
     result, expected = ranks.call(3, native, stage)[0], plain(3, 2)
     for name, value in expected.parameters.items():
         torch.testing.assert_close(result.parameters[name], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+def without_sync(stage: int) -> Trace:
+    """Ranks that are seeded alike need not be sent their weights."""
+    rank, _ = this_rank()
+    engine = engine_of(built(ZOO["tied"], SEED), stage=stage, init_sync="none", reduction="ordered")
+    return Trace(train(engine, rank, range(2), "tied"), final(engine))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_no_initial_sync(stage: int) -> None:
+    assert differences(ranks.call(3, without_sync, stage)[0], plain(3, 2, "tied")) == []
+
+
+def two_axes() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardbook as sb
+    from shardbook.errors import ConfigError
+
+    model = built(ZOO["plain"], SEED)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    try:
+        sb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), sb.ZeroConfig(), mesh=mesh)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mesh_of_two_axes_is_refused() -> None:
+    for text in ranks.call(2, two_axes):
+        assert "mesh" in text
+        assert "one axis" in text
 
 
 def half_types(stage: int) -> Trace:

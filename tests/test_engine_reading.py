@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tests import ranks
 from tests.equality import SEED, built, same_bits
+from tests.oracle import PlainRun, Types
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.ranks
@@ -318,6 +319,75 @@ def test_an_alias_follows_the_parameter(stage: int) -> None:
     for alias_is_new, kept_is_new in ranks.call(2, stale_views, stage):
         assert alias_is_new
         assert not kept_is_new
+
+
+def scale_in_place(model: nn.Module, parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+def load_halved(model: nn.Module, parameter: nn.Parameter) -> None:
+    model.load_state_dict({name: value.detach() * 0.5 if name == NAME else value for name, value in model.state_dict().items()})
+
+
+def replace_data(model: nn.Module, parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+def from_vector(model: nn.Module, parameter: nn.Parameter) -> None:
+    nn.utils.vector_to_parameters(parameter.detach().reshape(-1) * 0.5, [parameter])
+
+
+CHANGES: dict[str, Reader] = {
+    "in place": scale_in_place,
+    "load_state_dict": load_halved,
+    ".data =": replace_data,
+    "vector_to_parameters": from_vector,
+}
+
+
+def changed_between_steps(how: str, stage: int, precision: str) -> tuple[str, dict[str, Tensor]]:
+    """Halves a parameter after the first step, on every rank alike. The refusal, if there is one; else the values after three steps."""
+    import torch.distributed as dist
+
+    from shardbook.errors import ShardbookError
+
+    engine, model, parameter = trained(stage, precision=precision)
+    try:
+        CHANGES[how](model, parameter)
+        for step in range(1, 3):
+            loss, weight = ZOO["plain"].forward(engine, ZOO["plain"].batches(dist.get_rank(), step, 0))
+            engine.backward(loss, weight=weight)
+            engine.step()
+        return "", {name: value.clone() for name, value in engine.full_parameters()}
+    except ShardbookError as error:
+        return str(error), {}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("how", CHANGES)
+def test_writing_between_steps_takes_effect_or_is_refused(how: str, stage: int, precision: str) -> None:
+    """As in plain torch; what cannot be honoured is refused by name. Nothing is undone in silence by the next step."""
+    results = ranks.call(2, changed_between_steps, how, stage, precision)
+    if all(text for text, _ in results):
+        for text, _ in results:
+            assert NAME in text
+            assert "gathered" in text
+        return
+    assert [text for text, _ in results] == ["", ""]
+    model = built(ZOO["plain"], SEED)
+    types = Types(param=precision)
+    run = PlainRun(model, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), ZOO["plain"].forward, num_ranks=2, types=types)
+    for step in range(3):
+        if step == 1:
+            master = run.updated()[NAME]
+            with torch.no_grad():
+                master.copy_(dict(model.named_parameters())[NAME].float() * 0.5)  # what was written is what counts from now on
+                dict(model.named_parameters())[NAME].copy_(master)
+        run.step([[ZOO["plain"].batches(rank, step, 0)] for rank in range(2)])
+    for name, value in results[0][1].items():
+        assert same_bits(value, run.full_parameters()[name]), name
 
 
 # ---- gathered ------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class Entry:
     sometimes: frozenset[str] = frozenset()  # those that get one on some ranks, or in some steps, only
     frozen: frozenset[str] = frozenset()  # those that ask for none
     varies: bool = False  # the order of the blocks changes from step to step
+    units: tuple[str, ...] | None = None  # what a person has to say about units, where the engine cannot find it out
 
     def forward(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, Any]:
         torch.manual_seed(batch.seed)
@@ -1054,6 +1055,44 @@ def parametrized() -> nn.Module:
             nn.utils.parametrizations.weight_norm(self.up)
 
     return Decoder(Normed, depth=2)
+
+
+@entry("hooks of the user's own on parameters, which change their gradients")
+def gradient_hooks() -> nn.Module:
+    model = Decoder()
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+
+
+def call_under_autocast(model: Callable[..., Any], batch: Batch) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(*batch.args)
+
+
+@entry("a forward under autocast", call=call_under_autocast)
+def autocast() -> nn.Module:
+    return Decoder()
+
+
+@entry("a weight of one module that the model uses itself: the head is the embedding's transpose")
+def functional_head() -> nn.Module:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Decoder()
+            del self.inner.head
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            x = self.inner.embedding(inputs)
+            for block in self.inner.blocks:
+                x = block(x)
+            return F.linear(x, self.inner.embedding.weight)
+
+    return Functional()
+
+
+ZOO["functional_head"] = Entry(**{**vars(ZOO["functional_head"]), "units": ("inner.blocks.*",)})
 
 
 @entry("hooks of the user's own on blocks: one changes the input, one the output")

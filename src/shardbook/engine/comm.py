@@ -23,7 +23,8 @@ from shardbook.engine.watch import Label, Watch
 _KINDS: tuple[Kind, ...] = ("gather", "reduce", "refresh", "return", "step", "init")
 _PATIENCE = timedelta(days=7)  # a slow rank is never ended: deadlock and death are found by `watch`, not by a timeout
 
-_DRAIN_SECONDS = 3.0  # what a rank that ends gives to messages under way, so that the others are not cut off in their last step
+_DRAIN_SECONDS = 60.0  # what a rank that ends gives to messages under way, so that the others are not cut off in their last step
+_DRAIN_SECONDS_AFTER_FAILURE = 0.5
 
 _names: Any = dist  # torch 2.13 names them *_single and deprecates the older names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _names.all_gather_into_tensor
@@ -199,7 +200,7 @@ class PointToPoint:
         _close_pairs(self._group, self.num_ranks, self._bait)
 
     def close(self) -> None:
-        deadline = time.monotonic() + _DRAIN_SECONDS
+        deadline = time.monotonic() + (_DRAIN_SECONDS if self._watch.is_well else _DRAIN_SECONDS_AFTER_FAILURE)
         for messages in tuple(self._open):
             messages.drain(deadline)
         self._open.clear()

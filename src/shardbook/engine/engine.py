@@ -289,8 +289,8 @@ class Engine:
 
 
 def _give_back(watch: Watch, transport: Transport) -> None:
-    watch.stop()
     transport.close()
+    watch.stop()
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:

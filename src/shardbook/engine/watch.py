@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,9 @@ BEAT_SECONDS = 0.5
 
 PUBLISH_AFTER_SECONDS = 1.0
 """A wait is published when it has lasted this long."""
+
+WITHOUT_STORE_SECONDS = 5.0
+"""A wait that has lasted this long is given up where the store has gone, and with it all knowledge of the others."""
 
 REPORT_AFTER_SECONDS = 60.0
 """A wait that is nobody's fault is reported when it has lasted this long."""
@@ -58,6 +60,7 @@ class Watch:
         self._verdict: RankError | None = None
         self._stopped = threading.Event()
         self._free: Callable[[], None] = _nothing
+        self._store_lost = False
         self._published = False
         self._has_raised = False
         self._suspicion: _Cycle | None = None
@@ -73,6 +76,11 @@ class Watch:
         thread.start()
         # a daemon thread inside the store's client when the interpreter ends would crash it
         atexit.register(_join, self._stopped, thread)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether neither this rank nor, as far as it knows, another one has failed."""
+        return self._verdict is None and not self._has_raised
 
     def stop(self) -> None:
         """The engine is closed: whoever still waits for this rank learns it."""
@@ -112,8 +120,8 @@ class Watch:
 
     def failure(self, label: Label, peer: int | None, error: Exception) -> RankError:
         """Why the operation failed, as far as the ranks have told: the verdict, else the peer's end."""
-        deadline = time.monotonic() + 3.0
-        while self._verdict is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + 2.0
+        while self._verdict is None and time.monotonic() < deadline and not self._store_lost:
             self._verdict = self._known_failure() or self._ended(label, posted_too=True)
             if self._verdict is None:
                 time.sleep(0.1)
@@ -156,7 +164,7 @@ class Watch:
         label, peer, _ = waiting
         self._published = True
         self._publish({**self._record(), "waits": str(label), "key": [label.kind, label.channel, label.sequence], "peer": peer})
-        verdict = self._known_failure() or self._ended(label, posted_too=False) or self._deadlock()
+        verdict = self._known_failure() or self._ended(label, posted_too=False) or self._deadlock() or self._without_store(label, lasted)
         if verdict is not None and self._waiting is waiting:
             self._verdict = verdict
             self._announce(verdict)
@@ -208,21 +216,16 @@ class Watch:
 
     def _known_failure(self) -> RankError | None:
         """What another rank has found out first."""
-        if (store := self._store) is None:
+        key = f"{self._prefix}/failure"
+        found = self._ask(lambda store: json.loads(store.get(key)) if store.check([key]) else None)
+        if found is None:
             return None
-        try:
-            if store.check([f"{self._prefix}/failure"]):
-                kind, text = json.loads(store.get(f"{self._prefix}/failure"))
-                return DivergenceError(text) if kind == "DivergenceError" else RankLostError(text)
-        except RuntimeError:
-            pass  # the store has gone with its rank
-        return None
+        kind, text = found
+        return DivergenceError(text) if kind == "DivergenceError" else RankLostError(text)
 
     def _announce(self, verdict: RankError) -> None:
-        if (store := self._store) is None:
-            return
-        with suppress(RuntimeError):
-            store.compare_set(f"{self._prefix}/failure", "", json.dumps([type(verdict).__name__, str(verdict)]))
+        text = json.dumps([type(verdict).__name__, str(verdict)])
+        self._ask(lambda store: store.compare_set(f"{self._prefix}/failure", "", text))
 
     def _report(self, label: Label, lasted: float) -> None:
         if self._reported == label:
@@ -233,19 +236,30 @@ class Watch:
                      self.rank, lasted, label, ", ".join(map(str, running)) or "none")  # fmt: skip
 
     def _publish(self, record: Mapping[str, Any]) -> None:
-        if (store := self._store) is None:
-            return
-        with suppress(RuntimeError):
-            store.set(f"{self._prefix}/{self.rank}", json.dumps(record))
+        self._ask(lambda store: store.set(f"{self._prefix}/{self.rank}", json.dumps(record)))
 
     def _read(self, rank: int) -> dict[str, Any] | None:
-        if (store := self._store) is None:
+        key = f"{self._prefix}/{rank}"
+        return self._ask(lambda store: json.loads(store.get(key)) if store.check([key]) else None)
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """Ask the store; None where there is none, or none any more: it goes with the process that hosts it."""
+        store = self._store
+        if store is None or self._store_lost:
             return None
         try:
-            key = f"{self._prefix}/{rank}"
-            return json.loads(store.get(key)) if store.check([key]) else None
+            return question(store)
         except RuntimeError:
+            self._store_lost = True
             return None
+
+    def _without_store(self, label: Label, lasted: float) -> RankError | None:
+        if not self._store_lost or lasted < WITHOUT_STORE_SECONDS:
+            return None
+        return RankLostError(
+            f"the process that hosts the store (rank 0, or its launcher) has gone; rank {self.rank} has waited {lasted:.0f} s in {label} "
+            f"during {self.activity}, and nobody can tell it whether what it waits for will come"
+        )
 
 
 _Cycle = tuple[tuple[int, str, int, int], ...]

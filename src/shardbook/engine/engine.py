@@ -195,6 +195,7 @@ class Engine:
                         for flat in unit.flats:
                             self._transport.broadcast(flat.full.tensor, unit.name)
                             flat.write_back()
+                        unit.changed()
         finally:
             for unit in units:
                 unit.pins -= 1

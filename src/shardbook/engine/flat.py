@@ -20,6 +20,7 @@ from shardbook.engine.journal import Kind
 from shardbook.engine.layout import FlatLayout, Span
 from shardbook.engine.policy import Types
 from shardbook.engine.storage import Buffer
+from shardbook.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Flat:
         self.master = self._buffer(Account.MASTER, types.master, sharded=not self._residency.full_optimizer) if types.master else None
         self.pieces: tuple[Piece, ...] = self._make_pieces() if trainable else ()
         self.has_gradient = [False] * len(members)  # in this step
+        self._versions: list[int] = []
         if trainable:
             self._prepare_gradients(context.adds_locally)
 
@@ -77,6 +79,7 @@ class Flat:
             self.master.tensor.copy_(source if self._residency.full_optimizer else source[self._first : self._end])
         for member, slot in zip(self.members, self.layout.slots, strict=True):
             self.full.place(member.parameter, slot.offset, member.shape, member.stride)
+        self.note_versions()
 
     @property
     def _resting(self) -> Buffer | None:
@@ -119,6 +122,27 @@ class Flat:
             target.copy_(self.master.tensor)
         elif self.shard is not None:
             self.shard.tensor.copy_(self.master.tensor)
+
+    def note_versions(self) -> None:
+        """The values are as the engine left them."""
+        if self._residency.full_parameters and self.master is not None:
+            self._versions = [member.parameter._version for member in self.members]
+
+    def check_untouched(self) -> None:
+        """Raise where a parameter has other memory than the engine gave it, or was written to although a master will overwrite it."""
+        storage = self.full.tensor.untyped_storage()._cdata
+        for index, member in enumerate(self.members):
+            moved = member.parameter.untyped_storage()._cdata != storage
+            if moved or (self._versions and self._versions[index] != member.parameter._version):
+                what = (
+                    "was given other memory or another type"
+                    if moved
+                    else "was written to, and its master would overwrite that at the next step"
+                )
+                raise UsageError(
+                    f"parameter {member.name!r} {what}, outside of the engine; change values inside "
+                    f"'with engine.gathered(module, write_back=True):', on every rank"
+                )
 
     def write_back(self) -> None:
         """Full values were changed by hand: take them over, leaving a master alone where its rounded value still stands."""

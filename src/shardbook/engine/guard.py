@@ -115,7 +115,8 @@ class Guard:
             if method is None or not method(name):
                 raise ShardedReadError(
                     f"parameter {name!r} of unit {unit!r} is sharded and its values are not on this rank: {what} can't read them; "
-                    f"read inside 'with engine.gathered(module):', or take them from engine.full_parameters() or engine.state_dict()"
+                    f"read inside 'with engine.gathered(module):', or take them from engine.full_parameters() or engine.state_dict(). "
+                    f"A forward that uses it outside of its unit needs ZeroConfig(units=...) that leaves it to the unit around both"
                 )
 
         self._class = type("ShardedParameter", (_Guarded,), {"_describe": staticmethod(describe), "_on_read": staticmethod(on_read)})

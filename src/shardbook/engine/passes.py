@@ -52,6 +52,7 @@ class Passes:
         self._micro_batch: _MicroBatch | None = None
         self._left_behind: list[Pending] = []  # by passes that were ended by an exception
         self._depth = 0
+        self._trains_now = False  # the backward under way brings gradients of the parameters
         self._is_over = False  # the step's last micro-batch is done
         self._is_reduced = False  # everything of this step that has landed so far
         self._reducing: Unit | None = None
@@ -178,6 +179,8 @@ class Passes:
             self._release_all()
             if self._trains and with_graph and not self.tally.num_micro_batches:
                 self._thaw_units()
+                for unit in self._units:
+                    unit.check_untouched()
             self._journal.phase = "forward"
             self.forward_order.begin(announced=with_graph)
         self._depth += 1
@@ -209,6 +212,8 @@ class Passes:
         """Autograd has finished the gradient of one parameter."""
         with torch.no_grad():
             self._begin_backward()
+            if not self._trains_now:
+                self._check_plain_backward()
             gradient = parameter.grad
             parameter.grad = None
             assert gradient is not None
@@ -218,17 +223,19 @@ class Passes:
     def _begin_backward(self) -> None:
         if self.in_backward:
             return
-        if self._micro_batch is None and self._trains:
-            self._check_may_add()
-            if self.loss_scale != 1.0:
-                raise UsageError(
-                    "loss.backward() was called on an fp16 loss without its scale; call engine.backward(loss), which scales it"
-                )
         self.in_backward = True
+        self._trains_now = self._micro_batch is not None
         self._journal.phase = self._watch.activity = "backward"
         self.backward_order.begin()
         if _inside_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+
+    def _check_plain_backward(self) -> None:
+        """The first gradient of a ``loss.backward()`` lands (``torch.autograd.grad`` lands none, and is no micro-batch)."""
+        self._check_may_add()
+        if self.loss_scale != 1.0:
+            raise UsageError("loss.backward() was called on an fp16 loss without its scale; call engine.backward(loss), which scales it")
+        self._trains_now = True
 
     def _enter_backward(self, unit: Unit) -> None:
         """Backward has reached an output of the unit: whatever comes after it in forward, and is not around it, is done."""
@@ -252,7 +259,7 @@ class Passes:
 
     def _close(self, unit: Unit) -> None:
         """Backward has come past all calls of the unit: a gradient that has not landed (an expert without tokens) will not come."""
-        if unit.is_trainable and not unit.is_complete and not unit.is_closed and unit.num_returns >= unit.num_calls:
+        if self._trains_now and unit.is_trainable and not unit.is_complete and not unit.is_closed and unit.num_returns >= unit.num_calls:
             unit.is_closed = True
             self._complete(unit)
 
@@ -270,7 +277,7 @@ class Passes:
         with torch.no_grad():
             given = self._micro_batch or _MicroBatch()
             self._release_all()
-            if self._reduces_now:
+            if self._trains_now and self._reduces_now:
                 for index in self.reduce_order.rest():
                     self._launch(self._units[index])
                 self._finish_launched()
@@ -279,10 +286,11 @@ class Passes:
                 unit.end_micro_batch()
             self.reduce_order.restart()
             self.backward_order.end()
-            if not given.empty and self._announces:
-                self._context.announcer.tell("end")
-            self._context.announcer.next_micro_batch()
-            if self._trains:
+            if self._trains_now:
+                if not given.empty and self._announces:
+                    self._context.announcer.tell("end")
+                self._context.announcer.next_micro_batch()
+            if self._trains_now:
                 self._is_over = self._reduces_now and (self._residency.full_gradients or bool(given.last))
                 self.tally.add(given.loss, given.weight, empty=given.empty)
             self._micro_batch = None

@@ -162,8 +162,16 @@ class Unit:
             self.presence = Presence.AWAY
 
     def changed(self) -> None:
-        """The step has changed the values: older graphs must not use them."""
+        """The step (or a person, through the engine) has changed the values: older graphs must not use them."""
         self._guard.bump()
+        for flat in self.flats:
+            flat.note_versions()
+
+    def check_untouched(self) -> None:
+        """Parameters that stay full can be written to, or given other memory, where the engine does not see it: say so."""
+        if self._residency.full_parameters and self.presence is Presence.HERE:
+            for flat in self.flats:
+                flat.check_untouched()
 
     def publish(self) -> None:
         """The optimizer has stepped: its new values go to wherever the parameters rest."""

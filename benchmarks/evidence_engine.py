@@ -27,7 +27,7 @@ FOREIGN = 0.10
 """In a round of step times that counts, other processes took at most this share of the cores."""
 
 
-TIMED: tuple[tuple[int, Dtype, int, float], ...] = ((2, "fp32", 1, 100.0), (2, "fp32", 4, 45.0), (2, "bf16", 4, 45.0), (4, "fp32", 1, 45.0))
+TIMED: tuple[tuple[int, Dtype, int, float], ...] = ((2, "fp32", 1, 80.0), (2, "fp32", 4, 30.0), (2, "bf16", 4, 30.0), (4, "fp32", 1, 30.0))
 """Ranks, type, micro-batch, and the seconds after which no round begins."""
 
 NUM_ROUNDS = 40

@@ -52,21 +52,27 @@ class Aligned(nn.Module):
 NUMEL = DEPTH * 4 * WIDTH * WIDTH
 
 
-def sent_by_the_kernel() -> int:
-    """Bytes that this process's TCP connections have sent, retransmissions excluded."""
-    total = 0
+def sent_by_the_kernel() -> dict[int, int]:
+    """Bytes that each of this process's TCP connections has sent, retransmissions excluded, by the socket's inode."""
+    sent_by: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+            status = os.stat(f"/proc/self/fd/{name}")
+            if not stat.S_ISSOCK(status.st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     sent, again = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent and _retrans, Linux 4.19
-                    total += sent - again
+                    sent_by[status.st_ino] = sent - again
         except OSError:
             continue
-    return total
+    return sent_by
+
+
+def grown(before: dict[int, int], after: dict[int, int]) -> int:
+    """Bytes sent in between; connections of engines that have ended meanwhile are left out."""
+    return sum(total - before.get(inode, 0) for inode, total in after.items())
 
 
 def run(stage: int, accumulate: int, precision: str, num_steps: int = 4) -> tuple[list[dict[str, int]], list[int], list[int]]:
@@ -96,7 +102,7 @@ def run(stage: int, accumulate: int, precision: str, num_steps: int = 4) -> tupl
                 with engine.gathered(model):
                     pass
         dist.barrier()
-        by_kernel.append(sent_by_the_kernel() - before)
+        by_kernel.append(grown(before, sent_by_the_kernel()))
         counts: Counter[str] = Counter()
         for event in events:
             if isinstance(event, Traffic):

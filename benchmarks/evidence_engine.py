@@ -92,7 +92,8 @@ def times() -> Section:
     section.text += prose(
         "The same model. All engines live in the same processes and take turns, step by step; times are of the slowest rank, the ratio is",
         "taken in each round, and the median and quartiles are over the rounds. Losses of the first steps are compared before any time",
-        f"counts. Only rounds count in which other processes took at most {FOREIGN:.0%} of the cores (the five quietest, if fewer did).",
+        f"counts. Only rounds count in which other processes took at most {FOREIGN:.0%} of the cores (the five quietest, if fewer did:",
+        "then the row says little).",
     )
     rows: list[list[str]] = []
     for num_ranks, dtype, micro_batch, budget_seconds in TIMED:

@@ -1,10 +1,13 @@
 """Models on the meta device, initialised unit by unit: the same values whatever N, and no rank ever holds the whole model."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardbook.accounts import Account
 from shardbook.events import Booking
@@ -85,49 +88,40 @@ def test_training_from_there_equals_the_plain_loop(stage: int) -> None:
     assert differences(trace, Trace(steps, run.full_parameters())) == []
 
 
+class Alive(TorchDispatchMode):
+    """Follows every CPU tensor that is made under it: ``peak`` is the most bytes of their storages at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                self._made.append(weakref.ref(value))
+        self._made = [made for made in self._made if made() is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # parameters whose values are away must not notice
+            found = [tensor.untyped_storage() for made in self._made if (tensor := made()) is not None]
+        storages = {storage._cdata: storage.nbytes() for storage in found}
+        self.peak = max(self.peak, sum(storages.values()))
+        return result
+
+
 def largest_held(stage: int) -> tuple[int, int, int]:
-    """Most bytes of full values at once while the engine is built; bytes of the whole model; of its largest unit.
-
-    Counted outside of the engine as well: every tensor that is made while it is built.
-    """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+    """Most bytes held at once while the engine is built; bytes of the whole model; of its largest unit."""
     import shardbook as sb
 
-    depth = 12
     with torch.device("meta"):
-        model = Decoder(depth=depth)
+        model = Decoder(depth=12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    alive: dict[int, tuple[Any, int]] = {}
-    peak = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal peak
-            result = func(*args, **(kwargs or {}))
-            for value in result if isinstance(result, tuple | list) else [result]:
-                if isinstance(value, Tensor) and value.device.type == "cpu":
-                    storage = value.untyped_storage()
-                    alive[storage._cdata] = (value, 0)
-            held = {}
-            import weakref
-
-            for key, (value, _) in list(alive.items()):
-                tensor = value() if isinstance(value, weakref.ref) else value
-                if tensor is None:
-                    del alive[key]
-                    continue
-                alive[key] = (weakref.ref(tensor), 0)
-                held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-            peak = max(peak, sum(held.values()))
-            return result
-
-    with Watch():
+    with Alive() as alive:
         engine = sb.Engine(model, optimizer, sb.ZeroConfig(stage=stage), init=init)
     whole = sum(parameter.numel() for parameter in model.parameters()) * 4
     unit = sum(parameter.numel() for parameter in model.get_submodule("blocks.0").parameters()) * 4
     del engine
-    return peak, whole, unit
+    return alive.peak, whole, unit
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

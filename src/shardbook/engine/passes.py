@@ -130,6 +130,8 @@ class Passes:
                     self.entered["forward", unit.index] += 1
                 self.forward_order.enter(unit.index)
                 self._watch.activity = f"forward of {unit.name!r}"
+            else:
+                self._announce("ahead", unit)  # a recomputation gathers once more
             unit.fetch()
             unit.in_use += 1
             if not recomputes:

@@ -6,6 +6,7 @@ thread. Any rank that fails ends all of them, and its traceback is what is raise
 
 import multiprocessing
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -81,6 +82,7 @@ def _work(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ[PORT_VARIABLE] = str(port)
     torch.set_num_threads(1)
     try:
@@ -93,3 +95,11 @@ def _work(
     pipe.send(answer)
     pipe.close()
     os._exit(int(answer[0]))  # no engine's threads or groups are waited for: the answer is out
+
+
+def _end_with_parent() -> None:
+    """Whatever ends the caller (Ctrl-C, a signal) ends its ranks."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

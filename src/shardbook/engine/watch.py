@@ -61,6 +61,7 @@ class Watch:
         self._stopped = threading.Event()
         self._free: Callable[[], None] = _nothing
         self._store_lost = False
+        self._thread: threading.Thread | None = None
         self._published = False
         self._has_raised = False
         self._suspicion: _Cycle | None = None
@@ -74,6 +75,7 @@ class Watch:
         self._free = free
         thread = threading.Thread(target=_beat, args=(weakref.ref(self), self._stopped), name="shardbook-watch", daemon=True)
         thread.start()
+        self._thread = thread
         # a daemon thread inside the store's client when the interpreter ends would crash it
         atexit.register(_join, self._stopped, thread)
 
@@ -89,6 +91,8 @@ class Watch:
             if not self._has_raised:  # what it raised says more
                 self._publish(self._record(ended="closed its engine"))
             self._store, self._free = None, _nothing  # the last hold on the store and the group: their threads end with them
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(timeout=1.0)
 
     def post(self, kind: Kind, channel: int, name: str) -> Label:
         """Number the operation that this rank commits to now."""

@@ -42,11 +42,12 @@ def shardbook(*arguments, **extra):
     return subprocess.run([*COMMAND, *arguments], env=environment(**extra), capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
-def sabotage(tmp_path, code):
-    """A folder to put on a rank's path: ``code`` runs in the rank with RANK=1 before anything else."""
+def sabotage(tmp_path, code, rank=1):
+    """A folder to put on a rank's path: ``code``, one line, runs in that rank before anything else."""
     folder = tmp_path / "sabotage"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '1':\n    {code}\n")
+    folder.mkdir(exist_ok=True)
+    with (folder / "sitecustomize.py").open("a") as file:
+        file.write(f"import os\nif os.environ.get('RANK') == '{rank}':\n    {code}\n")
     return [str(folder)]
 
 
@@ -129,6 +130,18 @@ def test_a_rank_that_raises_is_told_once(tmp_path, options):
     assert len(words) == 1, done.stderr
     assert "rank 1 raised ZeroDivisionError: division by zero (sitecustomize.py:3)" in words[0]
     assert "ZeroDivisionError" in (tmp_path / "out" / "failure.txt").read_text()
+
+
+@pytest.mark.ranks
+def test_a_rank_ended_while_it_tells_a_failure_says_nothing_else(tmp_path, options):
+    """The launcher's SIGTERM may reach a rank at any moment of its own, later failure."""
+    slow = "import time, traceback as t; f = t.extract_tb; t.extract_tb = lambda *a: (time.sleep(%s), f(*a))[1]"
+    sabotage(tmp_path, slow % 1.6, rank=0)
+    code = f"import shardbook.train.batches as b; b.Batches.micro = lambda *a: 1 / 0; {slow % 0.6}"
+    done = shardbook("train", "--steps", "2", *options, path=sabotage(tmp_path, code))
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "rank 1 raised ZeroDivisionError" in done.stderr
 
 
 @pytest.mark.ranks

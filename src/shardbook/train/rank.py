@@ -138,6 +138,7 @@ def run_here(recipe: Recipe, world: World, *, as_json: bool) -> int:
         code = ended.exit_code
         print(f"shardbook: {signal.Signals(code - 128).name}: rank {world.rank} ended", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - told in one line, with the traceback for whoever started the ranks
+        _ignore_signals()
         failure = Failure.of(error)
         write_failure(failure)
         print(f"shardbook: {failure.describe(world.rank)}", file=sys.stderr)
@@ -155,7 +156,14 @@ def finish(exit_code: int) -> NoReturn:
 
 
 def _raise_ended(number: int, _frame: FrameType | None) -> NoReturn:
+    _ignore_signals()  # one is enough: a second must not cut short what the first one set off
     raise Ended(number)
+
+
+def _ignore_signals() -> None:
+    """From now on a signal only starts the second after which the process ends for good."""
+    for number in _ENDING_SIGNALS:
+        signal.signal(number, lambda _number, _frame: None)  # not SIG_IGN, which wakes nobody
 
 
 def write_failure(failure: Failure) -> None:
@@ -171,17 +179,25 @@ def main() -> NoReturn:
     """Entry point of a rank that the launcher started. Its result is rank 0's."""
     watch_signals()
     watch_parent()
-    code = 0
     try:
-        job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        code = _run_and_tell(Path(sys.argv[1]))
+    except Ended as ended:  # just when a failure was about to be told
+        code = ended.exit_code
+    finish(code)
+
+
+def _run_and_tell(job_file: Path) -> int:
+    try:
+        job = json.loads(job_file.read_text(encoding="utf-8"))
         result = run_job(job)
         if os.environ["RANK"] == "0":
             Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
     except BaseException as error:  # noqa: BLE001 - a rank has no caller: whatever it was, the launcher tells it
+        _ignore_signals()  # the launcher ends the others once one rank is gone: this one's own words come first
         failure = Failure.of(error)
         write_failure(failure)
-        code = failure.exit_code
-    finish(code)
+        return failure.exit_code
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from shardbook.accounts import Account, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Booking:
-    """``nbytes`` (negative when they are given back) in one account; ``padding`` of them carry no element of a parameter."""
+    """``nbytes`` (negative when they are given back) in one account; ``padding`` of them carry no element of a parameter.
+
+    ``address`` is where the storage lies, by which books and allocator are held against each other; 0: it has no memory (fake tensors).
+    """
 
     account: Account
     tier: Tier
@@ -21,6 +24,7 @@ class Booking:
     nbytes: int
     phase: str
     padding: int = 0
+    address: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

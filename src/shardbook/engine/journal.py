@@ -1,9 +1,10 @@
 """What the engine says about itself: phase, live bytes per account, and events to whoever observes.
 
 With no observer an event costs one test of an empty list. The table of live bytes is always kept (one dictionary entry per
-account and unit), so that an observer that comes late starts from the truth.
+buffer), so that an observer that comes late starts from the truth.
 """
 
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from time import perf_counter
@@ -21,17 +22,22 @@ class Journal:
     def __init__(self) -> None:
         self.phase = "build"
         self._observers: list[Observer] = []
-        self._live: dict[tuple[Account, Tier, str], list[int]] = {}
+        self._live: dict[tuple[Account, Tier, str, int], list[int]] = {}
+        self._totals: Counter[Account] = Counter()
 
-    def book(self, account: Account, tier: Tier, unit: str, nbytes: int, padding: int = 0) -> None:
-        """Move ``nbytes`` (of them ``padding``) into an account, or out of it when negative."""
+    def book(self, account: Account, tier: Tier, unit: str, nbytes: int, padding: int = 0, address: int = 0) -> None:
+        """Move ``nbytes`` (of them ``padding``) into an account, or out of it when negative; ``address`` is where they lie."""
         if not nbytes:
             return
-        entry = self._live.setdefault((account, tier, unit), [0, 0])
+        key = (account, tier, unit, address)
+        entry = self._live.setdefault(key, [0, 0])
         entry[0] += nbytes
         entry[1] += padding
+        if not entry[0]:
+            del self._live[key]
+        self._totals[account] += nbytes
         if self._observers:
-            self._emit(Booking(account=account, tier=tier, unit=unit, nbytes=nbytes, phase=self.phase, padding=padding))
+            self._emit(Booking(account=account, tier=tier, unit=unit, nbytes=nbytes, phase=self.phase, padding=padding, address=address))
 
     def traffic(self, kind: Kind, unit: str, sequence: int, sent_nbytes: int) -> None:
         """Tell of one collective's bytes sent by this rank."""
@@ -45,10 +51,9 @@ class Journal:
 
     @contextmanager
     def observed(self, observer: Observer) -> Generator[None]:
-        """Send every event to ``observer``, first a booking for each account that already holds something."""
-        for (account, tier, unit), (nbytes, padding) in list(self._live.items()):
-            if nbytes:
-                observer(Booking(account=account, tier=tier, unit=unit, nbytes=nbytes, phase=self.phase, padding=padding))
+        """Send every event to ``observer``, first a booking for everything that is held already."""
+        for (account, tier, unit, address), (nbytes, padding) in list(self._live.items()):
+            observer(Booking(account=account, tier=tier, unit=unit, nbytes=nbytes, phase=self.phase, padding=padding, address=address))
         self._observers.append(observer)
         try:
             yield
@@ -57,7 +62,7 @@ class Journal:
 
     def live(self, account: Account) -> int:
         """Bytes that the account holds now, over all tiers and units."""
-        return sum(entry[0] for key, entry in self._live.items() if key[0] is account)
+        return self._totals[account]
 
     def _emit(self, event: Event) -> None:
         for observer in tuple(self._observers):

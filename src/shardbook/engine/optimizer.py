@@ -4,7 +4,7 @@ Only an element-wise optimizer can step on pieces. Whether one is element-wise i
 small tensors, whole against cut in two.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardbook.accounts import Account, Tier
 from shardbook.engine.flat import Flat, Piece
 from shardbook.engine.journal import Journal
-from shardbook.engine.storage import is_memory_known
+from shardbook.engine.storage import address_of, is_memory_known
 from shardbook.errors import ConfigError, UsageError
 
 
@@ -25,7 +25,7 @@ class PieceOptimizer:
     def __init__(self, optimizer: Optimizer, flats: Sequence[Flat], journal: Journal) -> None:
         self._optimizer, self._journal = optimizer, journal
         self._stepping = False
-        self._booked: dict[str, int] = {}
+        self._booked: list[tuple[str, int, int]] = []  # unit, address, nbytes of each tensor of the state
         self._num_states = -1
         self._units: dict[int, str] = {}
         self._groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -81,13 +81,22 @@ class PieceOptimizer:
         if len(state) == self._num_states:
             return
         self._num_states = len(state)
-        totals: dict[str, int] = defaultdict(int)
-        for parameter, values in state.items():
-            tensors = [value for value in values.values() if isinstance(value, Tensor)]
-            totals[self._units.get(id(parameter), "root")] += sum(value.numel() * value.element_size() for value in tensors)
-        for unit, nbytes in totals.items():
-            self._journal.book(Account.MOMENT, Tier.DEVICE, unit, nbytes - self._booked.get(unit, 0))
-            self._booked[unit] = nbytes
+        found = [
+            (self._units.get(id(parameter), "root"), address_of(value), value.numel() * value.element_size())
+            for parameter, values in state.items()
+            for value in values.values()
+            if isinstance(value, Tensor)
+        ]
+        known = Counter(self._booked)
+        for unit, address, nbytes in (known - Counter(found)).elements():
+            self._journal.book(Account.MOMENT, Tier.DEVICE, unit, -nbytes, address=address)
+        for entry in found:
+            if known[entry]:
+                known[entry] -= 1
+            else:
+                unit, address, nbytes = entry
+                self._journal.book(Account.MOMENT, Tier.DEVICE, unit, nbytes, address=address)
+        self._booked = found
 
 
 def check_groups(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:

@@ -18,7 +18,7 @@ from shardbook.engine.journal import Journal
 class Buffer:
     """A flat tensor of ``numel`` elements whose memory is absent until :meth:`take` and again after :meth:`give_back`."""
 
-    __slots__ = ("_aliases", "_journal", "_padding", "_tier", "account", "present", "tensor", "unit")
+    __slots__ = ("_address", "_aliases", "_journal", "_padding", "_tier", "account", "present", "tensor", "unit")
 
     def __init__(
         self, journal: Journal, account: Account, unit: str, numel: int, dtype: torch.dtype, device: torch.device, padding: int
@@ -32,7 +32,7 @@ class Buffer:
         self._aliases: list[tuple[Tensor, int]] = []
         with torch.inference_mode(False), torch.no_grad():
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._book(1)
+        self._book_in()
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +44,7 @@ class Buffer:
         if not self.present:
             self.tensor.untyped_storage().resize_(self.nbytes)
             self.present = True
-            self._book(1)
+            self._book_in()
         return self.tensor
 
     def give_back(self) -> None:
@@ -54,7 +54,7 @@ class Buffer:
                 self.leave()  # numpy has been given it
             self.tensor.untyped_storage().resize_(0)
             self.present = False
-            self._book(-1)
+            self._book_out()
 
     def leave(self) -> None:
         """Let whoever holds a view of the memory keep it, and go on in other memory, its content undefined."""
@@ -66,16 +66,20 @@ class Buffer:
                     alias.data = view
                 else:
                     alias.set_(view)  # pyright: ignore[reportArgumentType]
+            if self.present:
+                self._book_out()
             self.tensor.set_(fresh)  # pyright: ignore[reportArgumentType]
+            if self.present:
+                self._book_in()
 
     def rebook(self, account: Account) -> None:
         """The same bytes serve another purpose from now on."""
         if account is not self.account:
             if self.present:
-                self._book(-1)
+                self._book_out()
             self.account = account
             if self.present:
-                self._book(1)
+                self._book_in()
 
     def view(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
         """A tensor object on this memory that autograd does not know as a view (so it can become a parameter)."""
@@ -95,8 +99,12 @@ class Buffer:
         # set_ rather than slicing: a fake tensor keeps weak references to its views, and those forbid swap_tensors
         return tensor.new_empty(0).set_(tensor.untyped_storage(), offset, tuple(shape), tuple(stride))
 
-    def _book(self, sign: int) -> None:
-        self._journal.book(self.account, self._tier, self.unit, sign * self.nbytes, sign * self._padding)
+    def _book_in(self) -> None:
+        self._address = address_of(self.tensor)
+        self._journal.book(self.account, self._tier, self.unit, self.nbytes, self._padding, self._address)
+
+    def _book_out(self) -> None:
+        self._journal.book(self.account, self._tier, self.unit, -self.nbytes, -self._padding, self._address)
 
 
 class Storage:
@@ -112,6 +120,11 @@ class Storage:
         if not present:
             made.give_back()
         return made
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where the tensor's storage lies; 0 where it has no memory."""
+    return tensor.untyped_storage().data_ptr() if is_memory_known(tensor) else 0
 
 
 def is_memory_known(tensor: Tensor) -> bool:

@@ -1,0 +1,129 @@
+"""The books below the accounts: one item for each storage somebody has seen, from when it is seen until it is gone.
+
+An item is opened for a tensor that an operator made, that a model, optimizer or engine holds, or that an engine booked by itself.
+It closes when its storage dies, or when the engine takes it back. Knowledge may come later than the bytes (an operator's output
+turns out to be saved by autograd): then the item moves to another account for its whole life, and a booking says so.
+"""
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardbook.accounts import Account, Tier
+from shardbook.events import Booking, Observer
+from shardbook.ledger.allocator import storage_of
+
+
+class Item:
+    """One storage in the books. ``born`` and ``died`` are of ``time.perf_counter_ns``; ``died`` is None while it lives."""
+
+    __slots__ = (
+        "account", "address", "born", "died", "dtype", "name", "nbytes", "phase", "reference", "shape", "site", "unit",
+    )  # fmt: skip
+
+    def __init__(self, address: int, nbytes: int, account: Account, unit: str, name: str, phase: str) -> None:
+        self.address, self.nbytes, self.account, self.unit, self.name, self.phase = address, nbytes, account, unit, name, phase
+        self.shape: tuple[int, ...] = ()
+        self.dtype = self.site = ""
+        self.reference: weakref.ref[Any] | None = None
+        self.born = time.perf_counter_ns()
+        self.died: int | None = None
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the item is that storage, not an earlier one at the same address. An engine's own items are its word."""
+        return self.reference is None or self.reference() is storage
+
+
+class Items:
+    """All items that live, by address; those of the step so far, in order; and a booking for every change to whoever listens."""
+
+    def __init__(self, listener: Observer) -> None:
+        self._listener = listener
+        self.live: dict[int, Item] = {}
+        self.recent: list[Item] = []
+
+    def find(self, tensor: Tensor) -> Item | None:
+        """The item of a tensor's storage."""
+        storage = storage_of(tensor)
+        item = None if storage is None else self.live.get(storage.data_ptr())
+        return item if item is not None and storage is not None and item.is_of(storage) else None
+
+    def see(self, tensor: Tensor, account: Account, place: tuple[str, str], name: str) -> Item | None:
+        """The item of a tensor's storage, opened if need be; ``place`` is (phase, unit). None: it has no memory of its own."""
+        storage = storage_of(tensor)
+        if storage is None or not (nbytes := storage.nbytes()):
+            return None
+        address = storage.data_ptr()
+        item = self.live.get(address)
+        if item is not None:
+            if item.is_of(storage) and item.nbytes == nbytes:
+                return item
+            self.close(item)  # its memory went without a word, and this is another's
+        phase, unit = place
+        item = self._open(Item(address, nbytes, account, unit, name, phase))
+        item.shape, item.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        item.reference = weakref.ref(storage, _closing(self, item))
+        return item
+
+    def know(self, item: Item, account: Account, name: str = "", unit: str = "") -> None:
+        """Move an item to the account it turns out to belong to."""
+        if item.account is not account:
+            self._tell(item, -1)
+            item.account = account
+            item.unit = unit or item.unit
+            self._tell(item, 1)
+        item.name, item.unit = name or item.name, unit or item.unit
+
+    def close(self, item: Item) -> None:
+        """The storage is gone, or its memory."""
+        if item.died is None:
+            item.died = time.perf_counter_ns()
+            item.reference = None
+            if self.live.get(item.address) is item:
+                del self.live[item.address]
+            self._tell(item, -1)
+
+    def book(self, booking: Booking) -> None:
+        """An engine's own word about its memory."""
+        if not booking.address:
+            return
+        known, storage = self.live.get(booking.address), None
+        if booking.nbytes < 0:
+            if known is not None:
+                self.close(known)
+            return
+        if known is not None:
+            storage = None if known.reference is None else known.reference()
+            self.close(known)  # as the operator that made it saw it
+        item = Item(booking.address, booking.nbytes, booking.account, booking.unit, "flat buffer", booking.phase)
+        if known is not None:
+            item.shape, item.dtype, item.site = known.shape, known.dtype, known.site
+            item.reference = None if storage is None else weakref.ref(storage, _closing(self, item))
+        self._open(item)
+
+    def turn(self) -> list[Item]:
+        """A step ends: all items that lived in it."""
+        ended, self.recent = self.recent, list(self.live.values())
+        return ended
+
+    def _open(self, item: Item) -> Item:
+        self.live[item.address] = item
+        self.recent.append(item)
+        self._tell(item, 1)
+        return item
+
+    def _tell(self, item: Item, sign: int) -> None:
+        self._listener(
+            Booking(account=item.account, tier=Tier.DEVICE, unit=item.unit, nbytes=sign * item.nbytes, phase=item.phase, address=item.address)
+        )
+
+
+def _closing(items: Items, item: Item) -> Callable[[Any], None]:
+    def close(_: Any) -> None:
+        items.close(item)
+
+    return close

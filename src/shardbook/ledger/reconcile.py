@@ -1,0 +1,304 @@
+"""Books beside allocator: which block is which item, at the instant when the allocator held most.
+
+A block is what the allocator says it gave out, an item what somebody saw. They are one if they lie at the same address at the same
+time. A block without an item is UNACCOUNTED; an item without a block is overstated. A block that came and went inside one operator
+without being its result is that operator's temporary: the allocator saw it, and the operator is known, so it is WORKSPACE.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardbook import document
+from shardbook.accounts import Account
+from shardbook.ledger.allocator import Change
+from shardbook.ledger.items import Item
+from shardbook.ledger.watcher import Operator
+
+_FOREVER = 2**63
+_NUM_ITEMS = 40
+
+
+@dataclass(slots=True)
+class Block:
+    """Memory that the allocator gave out; ``freed`` is None while it lives. ``items``: what was seen there meanwhile, in order."""
+
+    address: int
+    nbytes: int
+    allocated: int
+    freed: int | None = None
+    items: Sequence[Item] = ()
+
+    def item_at(self, instant: int) -> Item | None:
+        """What it is at an instant: the item that lives then, else one that is about to be seen (an operator still runs)."""
+        coming = None
+        for item in self.items:
+            if item.born > instant:
+                coming = coming or item
+            elif item.died is None or item.died > instant:
+                return item
+        return coming if coming is not None and coming is self.items[0] else None
+
+
+@dataclass(slots=True)
+class StepLog:
+    """All that was recorded in one step, unread: instants are of ``time.perf_counter_ns``."""
+
+    number: int
+    begin: int
+    end: int
+    before: Mapping[int, Block]
+    changes: Sequence[Change]
+    items: Sequence[Item]
+    operators: Sequence[Operator]
+    unknown: int  # live before the measurement, by the allocator's own count, and reachable by nobody
+    peak: "Peak"
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The allocator's highest total, and when."""
+
+    nbytes: int
+    instant: int
+
+
+class Blocks:
+    """The allocator's blocks that live now, carried from step to step."""
+
+    def __init__(self, base: Mapping[int, Item], unknown: int) -> None:
+        self.live = {address: Block(address, item.nbytes, 0) for address, item in base.items()}
+        self.unknown = unknown
+        self._base = dict(base)
+        self._total: int | None = None
+
+    def follow(self, changes: Sequence[Change], end: int, items: Sequence[Item]) -> tuple[list[Change], Peak]:
+        """Takes the changes of a step; returns them with the frees that nobody recorded, and the peak. ``items``: of the step."""
+        merged = sorted([*changes, *self._gone_of_base(end)], key=lambda change: change.nanoseconds)
+        running = sum(block.nbytes for block in self.live.values()) + self.unknown
+        peak = Peak(running, merged[0].nanoseconds if merged else end)
+        told: list[Change] = []
+        for change in merged:
+            for one in (*self._unseen(change, items), change):
+                running += self._apply(one)
+                told.append(one)
+            if running > peak.nbytes:
+                peak = Peak(running, change.nanoseconds)
+        return told, peak
+
+    def _gone_of_base(self, end: int) -> Iterator[Change]:
+        """Blocks older than the records are freed without one: their storage's death says so. ``total`` -1: not the allocator's."""
+        for address, item in list(self._base.items()):
+            if item.died is not None and item.died <= end:
+                del self._base[address]
+                yield Change(item.died, address, -item.nbytes, -1)
+
+    def _unseen(self, change: Change, items: Sequence[Item]) -> Iterator[Change]:
+        """Frees in another thread, which the running total alone tells of: an address that is given out anew, then what died."""
+        if change.total < 0:
+            return
+        expected = change.total if self._total is None else self._total + change.nbytes
+        missing, self._total = expected - change.total, change.total
+        if missing <= 0:
+            return
+        again = [self.live[change.address]] if change.nbytes > 0 and change.address in self.live else []
+        gone = {item.address: item.died for item in items if item.died is not None and item.died <= change.nanoseconds}
+        dead = [block for block in self.live.values() if gone.get(block.address, -1) > block.allocated > 0]
+        for block in (*again, *dead):
+            if block.nbytes <= missing:
+                missing -= block.nbytes
+                yield Change(change.nanoseconds, block.address, -block.nbytes, -1)
+
+    def _apply(self, change: Change) -> int:
+        """How many bytes more there are."""
+        old = self.live.pop(change.address, None)
+        before = 0 if old is None else old.nbytes
+        if change.nbytes < 0:
+            return -before
+        self.live[change.address] = Block(change.address, change.nbytes, change.nanoseconds)
+        return change.nbytes - before
+
+
+def blocks_of(log: StepLog) -> list[Block]:
+    """Every block that lived in the step, with its items."""
+    live = {address: Block(block.address, block.nbytes, block.allocated) for address, block in log.before.items()}
+    found = list(live.values())
+    for change in log.changes:
+        old = live.pop(change.address, None)
+        if old is not None:
+            old.freed = change.nanoseconds
+        if change.nbytes > 0:
+            block = live[change.address] = Block(change.address, change.nbytes, change.nanoseconds)
+            found.append(block)
+    by_address: defaultdict[int, list[Item]] = defaultdict(list)
+    for item in log.items:
+        by_address[item.address].append(item)
+    for block in found:
+        block.items = [
+            item
+            for item in by_address[block.address]
+            if item.born < (block.freed or _FOREVER) and (item.died is None or item.died > block.allocated)
+        ]
+    return found
+
+
+@dataclass(slots=True)
+class Held:
+    """What one block is at one instant."""
+
+    account: Account
+    nbytes: int
+    name: str
+    item: Item | None = None
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads one step's log: which operator ran when, and what each block was."""
+
+    log: StepLog
+    blocks: list[Block] = field(default_factory=list[Block])
+    _begins: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        self.blocks = blocks_of(self.log)
+        self._begins = [operator.begin for operator in self.log.operators]
+
+    def operator_at(self, instant: int) -> Operator | None:
+        """The operator that ran then."""
+        last = self.last_operator(instant)
+        return last if last is not None and instant <= last.end else None
+
+    def last_operator(self, instant: int) -> Operator | None:
+        """The one that had begun last."""
+        index = bisect_right(self._begins, instant) - 1
+        return self.log.operators[index] if index >= 0 else None
+
+    def held(self, block: Block, instant: int) -> Held:
+        """What a block is at an instant in its life; several accounts never share one."""
+        item = block.item_at(instant)
+        if item is not None:
+            return Held(item.account, min(item.nbytes, block.nbytes), item.name, item)
+        operator = self.operator_at(block.allocated) if not block.items else None
+        if operator is not None and block.freed is not None and block.freed <= operator.end:
+            return Held(Account.WORKSPACE, block.nbytes, f"inside {operator.name}")
+        return Held(Account.UNACCOUNTED, block.nbytes, block.items[-1].name if block.items else "")
+
+    def at(self, instant: int) -> list[tuple[Block, Held]]:
+        """Every block that lives at an instant, and what it is."""
+        return [
+            (block, self.held(block, instant))
+            for block in self.blocks
+            if block.allocated <= instant and (block.freed is None or block.freed > instant)
+        ]
+
+    def overstated(self, instant: int) -> int:
+        """Bytes of items that live at an instant in no block."""
+        matched = {id(item) for block in self.blocks if block.allocated <= instant < (block.freed or _FOREVER) for item in block.items}
+        return sum(
+            item.nbytes
+            for item in self.log.items
+            if item.born <= instant < (item.died or _FOREVER) and id(item) not in matched
+        )
+
+
+def reconcile(log: StepLog, rank: int, base: int) -> document.Reconciliation:
+    """The books beside the allocator at the peak of a step."""
+    reader, instant = Reader(log), log.peak.instant
+    books: defaultdict[str, int] = defaultdict(int)
+    items: list[document.Item] = []
+    for block, held in reader.at(instant):
+        books[held.account] += held.nbytes
+        books[Account.UNACCOUNTED] += block.nbytes - held.nbytes
+        items.append(_item(block, held, reader))
+    books[Account.UNACCOUNTED] += log.unknown
+    place = reader.last_operator(instant)
+    running = reader.operator_at(instant)
+    return document.Reconciliation(
+        rank=rank,
+        step=log.number,
+        phase="between" if place is None else place.phase,
+        unit="" if place is None else place.unit,
+        operator="" if running is None else running.name,
+        allocated=log.peak.nbytes,
+        base=base,
+        books={account: books.get(account, 0) for account in Account if books.get(account) or account is Account.UNACCOUNTED},
+        overstated=reader.overstated(instant),
+        items=tuple(sorted(items, key=lambda item: item.nbytes, reverse=True)[:_NUM_ITEMS]),
+    )
+
+
+def _item(block: Block, held: Held, reader: Reader) -> document.Item:
+    item = held.item
+    maker = reader.last_operator(block.allocated)
+    made = ("", "") if maker is None else (maker.phase, maker.unit)
+    return document.Item(
+        account=str(held.account),
+        name=held.name,
+        unit=made[1] if item is None else item.unit,
+        shape=() if item is None else item.shape,
+        dtype="" if item is None else item.dtype,
+        nbytes=block.nbytes,
+        phase=made[0] if item is None else item.phase,
+        site="" if item is None else item.site,
+    )
+
+
+def curve(log: StepLog, rank: int, num_points: int = 400) -> document.Curve:
+    """Memory over the step, account by account; of each stretch of time, the instant with most."""
+    reader = Reader(log)
+    edges: list[tuple[int, str, int]] = []
+    for block in reader.blocks:
+        edges += _edges(reader, block)
+    edges.sort(key=lambda edge: edge[0])
+    totals: defaultdict[str, int] = defaultdict(int)
+    points: dict[int, tuple[float, int, dict[str, int]]] = {}
+    span = max(1, log.end - log.begin)
+    for instant, account, nbytes in edges:
+        totals[account] += nbytes
+        allocated = sum(totals.values()) + log.unknown
+        slot = min(num_points - 1, max(0, (instant - log.begin) * num_points // span))
+        if instant >= log.begin and (slot not in points or allocated > points[slot][1]):
+            points[slot] = (max(0, instant - log.begin) / 1e9, allocated, dict(totals))
+    chosen = [points[slot] for slot in sorted(points)]
+    return document.Curve(
+        rank=rank,
+        step=log.number,
+        seconds=tuple(seconds for seconds, _, _ in chosen),
+        allocated=tuple(allocated for _, allocated, _ in chosen),
+        accounts={
+            account: series
+            for account in Account
+            if any(series := tuple(held.get(account, 0) for _, _, held in chosen))
+        },
+        spans=tuple(_spans(log)),
+    )
+
+
+def _edges(reader: Reader, block: Block) -> Iterator[tuple[int, str, int]]:
+    """When a block begins and ends to be what it is."""
+    begin = max(block.allocated, reader.log.begin)
+    end = block.freed if block.freed is not None else _FOREVER
+    turns = sorted({begin, *(item.born for item in block.items[1:] if begin < item.born < end)})
+    for start, stop in zip(turns, [*turns[1:], end], strict=True):
+        account = str(reader.held(block, start).account)
+        yield start, account, block.nbytes
+        if stop is not _FOREVER:
+            yield stop, account, -block.nbytes
+
+
+def _spans(log: StepLog) -> Iterator[tuple[str, str, float, float]]:
+    """Stretches of time in one phase of one unit, by the operators that ran."""
+    current: list[float | str] = []
+    for operator in log.operators:
+        begin = max(0.0, (operator.begin - log.begin) / 1e9)
+        end = max(begin, (min(operator.end, log.end) - log.begin) / 1e9)
+        if current and current[:2] == [operator.phase, operator.unit]:
+            current[3] = end
+            continue
+        if current:
+            yield str(current[0]), str(current[1]), float(current[2]), float(current[3])
+        current = [operator.phase, operator.unit, begin, end]
+    if current:
+        yield str(current[0]), str(current[1]), float(current[2]), float(current[3])

@@ -3,14 +3,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+PEERS := .venv-peers/bin
+PEERS_STAMP := .venv-peers/.installed
+PEER_PINS := -c constraints.txt -c benchmarks/constraints-peers.txt
 
-.PHONY: help setup demo test test-full lint format evidence-engine clean
+.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine clean
 
 help:
 	@echo "make demo             train a small decoder on real text: two ranks, ZeRO-3, a plain loop beside it"
 	@echo "make test             the test suite and the examples in the docstrings"
 	@echo "make test-full        the full products that the suite samples"
 	@echo "make lint             ruff and pyright"
+	@echo "make peers            .venv-peers: the engines that shardbook is compared with (DeepSpeed, Lightning, transformers, accelerate)"
+	@echo "make test-peers       the tests that need them"
 	@echo "make evidence-engine  the figures that take too long for the suite, written to docs/evidence/"
 
 setup: $(STAMP)
@@ -19,8 +24,22 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,hf,dev]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,hf,report,dev]' -c constraints.txt
 	touch $(STAMP)
+
+# DeepSpeed comes as source and looks for torch while it is built: so it is built beside the torch that is there, and compiles nothing.
+peers: $(PEERS_STAMP)
+
+$(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/constraints-peers.txt
+	test -x $(PEERS)/python || $(PYTHON) -m venv .venv-peers
+	$(PEERS)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" setuptools wheel $(PEER_PINS)
+	$(PEERS)/python -m pip install --quiet --disable-pip-version-check -e '.[train]' pytest hypothesis $(PEER_PINS)
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PEERS)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		deepspeed lightning transformers accelerate $(PEER_PINS)
+	touch $(PEERS_STAMP)
+
+test-peers: $(PEERS_STAMP)
+	$(PEERS)/python -m pytest -m peers
 
 demo: $(STAMP)
 	$(BIN)/shardbook train --ranks 2 --stage 3 --steps 60 --check-baseline 5
@@ -44,4 +63,4 @@ evidence-engine: $(STAMP)
 	$(BIN)/python -m benchmarks.evidence_engine
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis build dist

@@ -77,11 +77,14 @@ def main() -> None:
     options = parser.parse_args()
     for dtype in options.dtypes:
         for name in options.engines:
+            if (why := engines.not_run(name)) is not None:
+                print(f"{name:17} {dtype}: {why}")
+                continue
             found = measure(name, dtype, num_ranks=options.ranks, micro_batch=options.micro_batch)
             peaks = ", ".join(f"{memory.peak.nbytes / MIB:.1f}" for memory in found)
             live = ", ".join(f"{memory.live_nbytes / MIB:.1f}" for memory in found)
             padding = max(memory.padding for memory in found)
-            print(f"{name:12} {dtype}: peak {peaks} MiB, live {live} MiB by rank, padding {padding:.4%}, loss {found[0].loss:.6f}")
+            print(f"{name:17} {dtype}: peak {peaks} MiB, live {live} MiB by rank, padding {padding:.4%}, loss {found[0].loss:.6f}")
             if options.blocks:
                 print(f"  at the peak: in {' > '.join(found[0].peak.inside[-6:])}")
             for block in found[0].peak.blocks[: options.blocks]:

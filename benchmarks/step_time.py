@@ -1,4 +1,5 @@
-"""Step times of engines against each other, paired: all live in the same processes and take turns, one step each.
+"""Step times of engines against each other, paired: all live in the same processes and take turns, one step each. DeepSpeed can't:
+each of its engines has processes and a table of its own.
 
     python -m benchmarks.step_time --ranks 2 --micro-batch 1 --dtypes fp32 --engines shardbook-3 fsdp2 ddp
 
@@ -145,10 +146,10 @@ def measure(
 def table(times: Times, foreign: float) -> str:
     """One line per engine: milliseconds, and ratios to each other engine that is a peer."""
     peers = [name for name in times.names if not name.startswith("shardbook")]
-    lines = [f"  {'engine':12} {'ms':>8}  {'loss':>10}  " + "  ".join(f"{f'to {peer}':>22}" for peer in peers)]
+    lines = [f"  {'engine':17} {'ms':>8}  {'loss':>10}  " + "  ".join(f"{f'to {peer}':>22}" for peer in peers)]
     for name in times.names:
         ratios = ["{:.3f} ({:.3f} to {:.3f})".format(*times.ratio(name, peer, foreign)) for peer in peers]
-        row = [f"  {name:12} {times.median(name, foreign) * 1e3:8.1f}  {times.losses[name]:10.6f}", *(f"{ratio:>22}" for ratio in ratios)]
+        row = [f"  {name:17} {times.median(name, foreign) * 1e3:8.1f}  {times.losses[name]:10.6f}", *(f"{ratio:>22}" for ratio in ratios)]
         lines.append("  ".join(row))
     kept = times.quiet(foreign)
     busiest = max(found.foreign for found in kept)
@@ -166,12 +167,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--foreign", type=float, default=0.03, help="share of the cores others may take in a round that counts")
     options = parser.parse_args()
+    missing = {name: why for name in options.engines if (why := engines.not_run(name)) is not None}
+    for name, why in missing.items():
+        print(f"{name}: {why}")
+    runnable = [name for name in options.engines if name not in missing]
     for num_ranks in options.ranks:
         for dtype in options.dtypes:
             for micro_batch in options.micro_batch:
                 print(f"{num_ranks} ranks, {dtype}, micro-batch {micro_batch}", flush=True)
-                times = measure(options.engines, dtype, num_ranks=num_ranks, micro_batch=micro_batch, num_rounds=options.rounds)
-                print(table(times, options.foreign), flush=True)
+                for names in engines.share_processes(runnable):
+                    times = measure(names, dtype, num_ranks=num_ranks, micro_batch=micro_batch, num_rounds=options.rounds)
+                    print(table(times, options.foreign), flush=True)
 
 
 if __name__ == "__main__":

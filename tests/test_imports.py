@@ -17,8 +17,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "shardbook"
 
 # Part of the package (a module or folder right below shardbook) -> level.
 LEVELS = {
-    **dict.fromkeys(("accounts", "events", "errors", "checks", "config", "config_files", "deepspeed", "document"), 0),
-    "facts": 1,
+    **dict.fromkeys(("accounts", "events", "errors", "checks", "config", "config_files", "deepspeed", "document", "structure"), 0),
+    **dict.fromkeys(("facts", "tables"), 1),
     **dict.fromkeys(("forecast", "engine", "ledger", "models"), 2),
     **dict.fromkeys(("checkpoint", "verify", "planner"), 3),
     **dict.fromkeys(("train", "report"), 4),

@@ -15,15 +15,32 @@ if TYPE_CHECKING:
     from shardbook.document import RunDocument
     from shardbook.engine.engine import Engine
     from shardbook.engine.report import StepReport
+    from shardbook.errors import BudgetError
     from shardbook.ledger.ledger import Ledger
+    from shardbook.ledger.measurement import Measurement, measure
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "Ledger", "Offload", "Precision", "Prefetch", "Recompute", "RunDocument", "StepReport", "ZeroConfig"]
+__all__ = [
+    "BudgetError",
+    "Engine",
+    "Ledger",
+    "Measurement",
+    "Offload",
+    "Precision",
+    "Prefetch",
+    "Recompute",
+    "RunDocument",
+    "StepReport",
+    "ZeroConfig",
+    "measure",
+]
 
 _HOMES = {
+    "BudgetError": "shardbook.errors",
     "Engine": "shardbook.engine.engine",
     "Ledger": "shardbook.ledger.ledger",
+    "Measurement": "shardbook.ledger.measurement",
     "Offload": "shardbook.config",
     "Precision": "shardbook.config",
     "Prefetch": "shardbook.config",
@@ -31,6 +48,7 @@ _HOMES = {
     "RunDocument": "shardbook.document",
     "StepReport": "shardbook.engine.report",
     "ZeroConfig": "shardbook.config",
+    "measure": "shardbook.ledger.measurement",
 }
 
 

@@ -28,6 +28,10 @@ class ShardedReadError(UsageError):
     """The values of a sharded parameter were read where they are not gathered."""
 
 
+class BudgetError(ShardbookError, RuntimeError):
+    """More memory was wanted than a measurement's budget allows."""
+
+
 class RankError(ShardbookError, RuntimeError):
     """This rank cannot go on because of another one."""
 

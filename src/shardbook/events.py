@@ -38,11 +38,29 @@ class Traffic:
     phase: str
 
 
+MarkName = Literal[
+    "forward", "backward", "backward pass", "step", "abandoned", "held", "exchange",
+    "gather", "gather.wait", "serve", "serve.wait", "reduce", "reduce.wait", "refresh", "refresh.wait", "return", "return.wait",
+]  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A phase of one unit begins or ends; ``seconds`` is ``time.perf_counter()``."""
+    """A phase of one unit begins or ends on the engine's main thread.
 
-    name: Literal["forward", "backward", "gather", "gather.wait", "reduce", "reduce.wait", "refresh", "refresh.wait", "step"]
+    ``gather``, ``reduce``, ``refresh`` and ``return`` start a collective, their ``.wait`` waits for it; ``exchange`` does both for the
+    step's one vector. ``serve`` starts a gather that a rank without data takes part in. ``backward`` is a unit's part of a ``backward
+    pass``, ``step`` the optimizer's side of a step. ``held`` (no length) tells that a gather was not started ahead because of
+    ``Prefetch.limit``, ``abandoned`` (no length) that an exception ended what was under way: its marks get no end.
+
+    Args:
+        name: of the phase.
+        unit: whose; empty where it is nobody's.
+        edge: whether it begins or ends.
+        seconds: by ``time.perf_counter()``.
+    """
+
+    name: MarkName
     unit: str
     edge: Literal["begin", "end"]
     seconds: float

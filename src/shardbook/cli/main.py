@@ -13,10 +13,12 @@ from typing import Any
 import tyro
 
 from shardbook.cli.doctor import doctor
+from shardbook.cli.measure import measure, with_own_boundary
+from shardbook.cli.report import report
 from shardbook.cli.train import train
 from shardbook.errors import ConfigError
 
-COMMANDS: dict[str, Callable[..., Any]] = {"train": train, "doctor": doctor}
+COMMANDS: dict[str, Callable[..., Any]] = {"train": train, "measure": measure, "report": report, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,7 +32,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, _end_at_once)
     try:
         code = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="shardbook", description="Trains PyTorch models under ZeRO and keeps the books.", args=arguments
+            COMMANDS,
+            prog="shardbook",
+            description="Trains PyTorch models under ZeRO and keeps the books.",
+            args=with_own_boundary(sys.argv[1:] if arguments is None else arguments),
         )
     except ConfigError as error:
         return fail(str(error), 2)

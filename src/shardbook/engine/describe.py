@@ -1,11 +1,17 @@
-"""The engine in words and numbers: what ``engine.describe()`` prints."""
+"""The engine in words and numbers: what ``engine.describe()`` prints, and what ``engine.structure()`` returns."""
 
 from collections.abc import Sequence
 
 import torch
 
+from shardbook.checks import short_dtype
+from shardbook.config import Precision
+from shardbook.engine.comm import Collectives
 from shardbook.engine.context import Context
+from shardbook.engine.flat import Flat
+from shardbook.engine.passes import Passes
 from shardbook.engine.unit import Unit
+from shardbook.structure import FlatFacts, GroupFacts, Orders, Structure, UnitFacts
 
 
 def text(context: Context, units: Sequence[Unit]) -> str:
@@ -47,3 +53,44 @@ def text(context: Context, units: Sequence[Unit]) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def structure(context: Context, units: Sequence[Unit], passes: Passes, *, has_stepped: bool) -> Structure:
+    """Units, group and orders as plain data. Orders are those of registration before the first step, then what all ranks saw."""
+    transport = context.transport
+    group = GroupFacts(
+        num_ranks=transport.num_ranks,
+        rank=transport.rank,
+        transport="collectives" if isinstance(transport, Collectives) else "point-to-point",
+        ordered=transport.ordered,
+        header_numel=transport.header_numel,
+    )
+    facts = tuple(
+        UnitFacts(
+            name=unit.name,
+            flats=tuple(_flat_facts(flat, context.config.precision) for flat in unit.flats),
+            around=tuple(sorted(unit.ancestors - {0})),
+        )
+        for unit in units
+    )
+    if not has_stepped:
+        return Structure.in_order_of_registration(facts, group)
+    forward, backward = passes.forward_order.agreed, passes.backward_order.agreed
+    orders = Orders(forward=forward, backward=backward, reduce=passes.reduce_order.agreed) if forward and backward else None
+    return Structure(units=facts, group=group, orders=orders)
+
+
+def _flat_facts(flat: Flat, precision: Precision) -> FlatFacts:
+    param, reduce, grad = (_named(dtype) for dtype in (flat.types.param, flat.types.reduce, flat.types.grad))
+    in_policy = (param, reduce, grad) == (precision.param, precision.reduce, precision.grad_dtype)
+    return FlatFacts(
+        numels=tuple(slot.numel for slot in flat.layout.slots),
+        param=param,
+        trainable=flat.trainable,
+        kept=param != precision.param or (flat.trainable and not in_policy),
+    )
+
+
+def _named(dtype: torch.dtype) -> str:
+    """shardbook's name of a type; of one that is only stored, its width."""
+    return short_dtype(dtype) or f"{8 * dtype.itemsize}-bit"

@@ -35,6 +35,7 @@ from shardbook.engine.unit import Presence, Unit
 from shardbook.engine.watch import Watch
 from shardbook.errors import ConfigError, UsageError
 from shardbook.events import Observer
+from shardbook.structure import Structure
 
 
 class Engine:
@@ -248,6 +249,10 @@ class Engine:
     def describe(self) -> str:
         """Units and their sizes, what is partitioned, who owns which piece, and the convention in force."""
         return describe.text(self._context, self._units)
+
+    def structure(self) -> Structure:
+        """Units, sizes, types, the group and the orders of use as plain data, which closed forms read."""
+        return describe.structure(self._context, self._units, self._passes, has_stepped=self.num_steps > 0)
 
     def save(self, path: Path, *, extra: Mapping[str, Any] | None = None, schedulers: Sequence[Any] = ()) -> Path:
         """Not in this version."""

@@ -5,12 +5,14 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardbook.engine.unit import Unit
+from shardbook.events import Observer
 
 
 class Callbacks(Protocol):
@@ -19,6 +21,7 @@ class Callbacks(Protocol):
     def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None: ...
     def leave_forward(self, unit: Unit, output: Any) -> None: ...
     def land(self, unit: Unit, flat_index: int, index: int, parameter: nn.Parameter) -> None: ...
+    def observe(self, observer: Observer) -> AbstractContextManager[None]: ...
 
 
 class _UnitHook:
@@ -36,6 +39,11 @@ class _UnitHook:
     def is_live(self) -> bool:
         """Whether the engine is still there."""
         return self._callbacks() is not None
+
+    def observe(self, observer: Observer) -> AbstractContextManager[None]:
+        """The engine's events, for who has only its model at hand; as :meth:`shardbook.Engine.observe`."""
+        callbacks = self._callbacks()
+        return nullcontext() if callbacks is None else callbacks.observe(observer)
 
 
 class _Enter(_UnitHook):

@@ -60,6 +60,11 @@ class Journal:
         finally:
             self._observers.remove(observer)
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether anybody listens: what is only told, never needed, is worth its trouble."""
+        return bool(self._observers)
+
     def live(self, account: Account) -> int:
         """Bytes that the account holds now, over all tiers and units."""
         return self._totals[account]

@@ -7,6 +7,7 @@ seen so far) and decides. How a unit does it is `unit`'s, in which order is `sch
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardbook.engine.policy import DTYPES
 from shardbook.engine.schedule import GatherOrder, ReduceOrder
 from shardbook.engine.unit import Presence, Served, Unit
 from shardbook.errors import UsageError
+from shardbook.events import Observer
 
 
 @dataclass(slots=True)
@@ -56,7 +58,12 @@ class Passes:
         self._is_over = False  # the step's last micro-batch is done
         self._is_reduced = False  # everything of this step that has landed so far
         self._reducing: Unit | None = None
+        self._backward_of: Unit | None = None  # for whoever observes: whose backward runs now
         self._own_modules = [_own_modules(unit, units) for unit in units]
+
+    def observe(self, observer: Observer) -> AbstractContextManager[None]:
+        """Send every event of the engine to ``observer`` inside the ``with``."""
+        return self._journal.observed(observer)
 
     # ---- micro-batches --------------------------------------------------------------------------------------------------
 
@@ -103,10 +110,11 @@ class Passes:
 
     def abandon(self) -> None:
         """A pass was ended by an exception: forget the step so far."""
+        self._tell_abandoned()
         self.in_backward = False
         self._depth = 0
         self._micro_batch = None
-        self._reducing = None
+        self._reducing = self._backward_of = None
         with torch.no_grad():
             for unit in self._units:
                 self._left_behind += unit.abandon_gather() + unit.abandon_reduction()
@@ -137,6 +145,8 @@ class Passes:
             if not recomputes:
                 self._look_ahead(self.forward_order, unit)  # before the wait: the next unit's messages overlap it
             unit.wait()
+            if with_graph and not recomputes and self._journal.is_observed:
+                self._watch_for_end_of_backward(unit, args, kwargs)
             self._journal.mark("forward", unit.name, "begin")
         return self._cast_inputs(args, kwargs) if unit.index == 0 else None
 
@@ -205,6 +215,7 @@ class Passes:
                 self._release_unused()
             else:
                 self._watch.raised(error)
+                self._tell_abandoned()
                 self._left_behind += [pending for unit in self._units for pending in unit.abandon_gather()]
             self._settle_down()
 
@@ -228,6 +239,7 @@ class Passes:
         self.in_backward = True
         self._trains_now = self._micro_batch is not None
         self._journal.phase = self._watch.activity = "backward"
+        self._journal.mark("backward pass", "", "begin")
         self.backward_order.begin()
         if _inside_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
@@ -245,6 +257,7 @@ class Passes:
             self._begin_backward()
             if unit.in_backward and unit.presence is Presence.HERE:
                 return
+            self._leave_backward()
             self._announce("backward", unit)
             self.backward_order.enter(unit.index)
             self.entered["backward", unit.index] += 1
@@ -258,6 +271,29 @@ class Passes:
             unit.in_backward = True
             self._look_ahead(self.backward_order, unit)
             unit.wait()
+            self._backward_of = unit
+            self._journal.mark("backward", unit.name, "begin")
+
+    def _watch_for_end_of_backward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """For whoever observes: backward is past this call of the unit when the gradients of its inputs are there.
+
+        Its parameters' gradients come before: hooks that a person put on the module's backward still run then.
+        """
+        left = sum(tensor.grad_fn is not None for tensor in hooks.tensors_in((args, kwargs)))
+
+        def arrived() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and unit is self._backward_of:
+                self._leave_backward()
+
+        hooks.on_gradient_of((args, kwargs), arrived)
+
+    def _leave_backward(self) -> None:
+        """What follows is no longer backward of the unit that was entered last."""
+        if self._backward_of is not None:
+            self._journal.mark("backward", self._backward_of.name, "end")
+            self._backward_of = None
 
     def _close(self, unit: Unit) -> None:
         """Backward has come past all calls of the unit: a gradient that has not landed (an expert without tokens) will not come."""
@@ -277,6 +313,7 @@ class Passes:
     def _end_backward(self) -> None:
         """Backward is over: reduce what waits, count the micro-batch."""
         with torch.no_grad():
+            self._leave_backward()
             given = self._micro_batch or _MicroBatch()
             self._release_all()
             if self._trains_now and self._reduces_now:
@@ -297,6 +334,7 @@ class Passes:
                 self.tally.add(given.loss, given.weight, empty=given.empty)
             self._micro_batch = None
             self.in_backward = False
+            self._journal.mark("backward pass", "", "end")
             self._settle_down()
 
     def _attend(self) -> None:
@@ -376,6 +414,8 @@ class Passes:
             unit = self._units[index]
             if unit.presence is Presence.AWAY:
                 if prefetch.limit is not None and self._journal.live(Account.GATHERED) + unit.full_nbytes > prefetch.limit:
+                    self._journal.mark("held", unit.name, "begin")
+                    self._journal.mark("held", unit.name, "end")
                     break
                 if order.is_announced:
                     self._announce("ahead", unit)
@@ -389,6 +429,10 @@ class Passes:
     def _release_all(self) -> None:
         for unit in self._units:
             unit.release()
+
+    def _tell_abandoned(self) -> None:
+        self._journal.mark("abandoned", "", "begin")
+        self._journal.mark("abandoned", "", "end")
 
     def _settle_down(self) -> None:
         self._journal.phase = self._watch.activity = "idle"

@@ -30,7 +30,7 @@ class Stepper:
 
     def __init__(self, context: Context, names: Sequence[str], units: Sequence[Unit], pieces: PieceOptimizer, passes: Passes) -> None:
         self._config, self._residency = context.config, context.residency
-        self._transport, self._storage = context.transport, context.storage
+        self._transport, self._storage, self._journal = context.transport, context.storage, context.journal
         self._names, self._units, self._pieces, self._passes = tuple(names), tuple(units), pieces, passes
         scale: Any = context.config.effective_loss_scale
         self._loss_scale = LossScale(2.0**16, dynamic=True) if scale == "dynamic" else LossScale(float(scale), dynamic=False)
@@ -38,6 +38,17 @@ class Stepper:
 
     def step(self) -> StepReport:
         """Exchange, then scale, step and publish; or skip, on every rank alike, where something is not finite."""
+        self._journal.mark("step", "", "begin")
+        try:
+            report = self._make_step()
+        except BaseException:
+            self._journal.mark("abandoned", "", "begin")
+            self._journal.mark("abandoned", "", "end")
+            raise
+        self._journal.mark("step", "", "end")
+        return report
+
+    def _make_step(self) -> StepReport:
         totals = self._exchange()
         loss_scale, rates = self._loss_scale.value, self._pieces.learning_rates
         norm, clip_factor, scale = scale_of(totals.raw_norm, totals.weight, loss_scale, self._config.clip_grad_norm)
@@ -68,7 +79,9 @@ class Stepper:
         entries = [passes.entered[name, unit.index] for name in ("forward", "backward") for unit in self._units]
         digests = [*(order.digest() for order in orders), digest(entries)]
         vector = pack(passes.tally, squares, mismatch, numbers, digests, has_gradient)
+        self._journal.mark("exchange", "", "begin")
         gathered = self._transport.exchange(vector, "the step")
+        self._journal.mark("exchange", "", "end")
         if is_memory_known(gathered):
             totals = add_up(gathered.tolist(), len(self._names), len(digests))
         else:

@@ -15,6 +15,7 @@ A transition does its copies (`flat`) and messages (`comm`); when it happens is 
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -22,8 +23,10 @@ from shardbook.engine.comm import Pending
 from shardbook.engine.context import Context
 from shardbook.engine.flat import Flat, Member
 from shardbook.engine.guard import Guard
+from shardbook.engine.journal import Journal
 from shardbook.engine.storage import Buffer
 from shardbook.errors import UsageError
+from shardbook.events import MarkName
 
 
 class Presence(Enum):
@@ -37,14 +40,18 @@ class Presence(Enum):
 class Served:
     """A gather that this rank only serves: its messages, and the buffers they are sent from."""
 
-    def __init__(self, works: Sequence[tuple[Pending, Buffer | None]]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[tuple[Pending, Buffer | None]], journal: Journal, unit: str) -> None:
+        self._works, self._journal, self._unit = works, journal, unit
 
     def wait(self) -> None:
+        if self._works:
+            self._journal.mark("serve.wait", self._unit, "begin")
         for pending, buffer in self._works:
             pending.wait()
             if buffer is not None:
                 buffer.give_back()
+        if self._works:
+            self._journal.mark("serve.wait", self._unit, "end")
 
 
 class Unit:
@@ -103,10 +110,10 @@ class Unit:
         """AWAY → ARRIVING: memory for the full parameters, own shard in place, messages under way."""
         if self.presence is not Presence.AWAY:
             return
-        self._journal.mark("gather", self.name, "begin")
+        self._mark("gather", "begin")
         self._arriving = [flat.gather() for flat in self.flats if flat.layout.numel]
         self.presence = Presence.ARRIVING
-        self._journal.mark("gather", self.name, "end")
+        self._mark("gather", "end")
 
     def refresh(self) -> None:
         """HERE → ARRIVING: every rank has new values in its own shard of the full parameters; send them around."""
@@ -120,13 +127,19 @@ class Unit:
         """→ HERE, whatever the state."""
         self.fetch()
         if self.presence is Presence.ARRIVING:
-            self._journal.mark("gather.wait", self.name, "begin")
+            mark: MarkName = "refresh.wait" if self._residency.full_parameters else "gather.wait"
+            self._mark(mark, "begin")
             while self._arriving:
                 self._arriving[0].wait()
                 self._arriving.pop(0)
             self._guard.open()
             self.presence = Presence.HERE
-            self._journal.mark("gather.wait", self.name, "end")
+            self._mark(mark, "end")
+
+    def _mark(self, name: MarkName, edge: Literal["begin", "end"]) -> None:
+        """Tell of a collective, which a unit without parameters has none of (a root whose children hold all)."""
+        if self.flats:
+            self._journal.mark(name, self.name, edge)
 
     def release(self) -> None:
         """HERE → AWAY: free the full parameters, unless they stay."""
@@ -140,7 +153,10 @@ class Unit:
 
     def serve(self, sink: Tensor) -> "Served":
         """Take part in one gather of the other ranks without keeping what arrives: this rank has no data."""
-        return Served([flat.serve(sink) for flat in self.flats if flat.layout.numel])
+        self._mark("serve", "begin")
+        works = [flat.serve(sink) for flat in self.flats if flat.layout.numel]
+        self._mark("serve", "end")
+        return Served(works, self._journal, self.name)
 
     def abandon_gather(self) -> list[Pending]:
         """Give up a gather under way, as :meth:`abandon_reduction`."""
@@ -229,18 +245,23 @@ class Unit:
         for pending in self._reducing:
             pending.wait()
         self._reducing = []
+        self._journal.mark("reduce.wait", self.name, "end")  # adding up is work, not waiting
         for flat in self._trainable:
             if flat.layout.numel:
                 flat.add_up()
-                if self._residency.full_optimizer:
-                    self._returning.append(flat.send_around(flat.grad, "return"))
-        self._journal.mark("reduce.wait", self.name, "end")
+        if self._residency.full_optimizer:
+            self._journal.mark("return", self.name, "begin")
+            self._returning += [flat.send_around(flat.grad, "return") for flat in self._trainable if flat.layout.numel]
+            self._journal.mark("return", self.name, "end")
 
     def finish_return(self) -> None:
         """The reduced gradients of all shards are here, where every rank steps on all of them."""
-        for pending in self._returning:
-            pending.wait()
-        self._returning = []
+        if self._returning:
+            self._journal.mark("return.wait", self.name, "begin")
+            for pending in self._returning:
+                pending.wait()
+            self._returning = []
+            self._journal.mark("return.wait", self.name, "end")
 
     def forget_gradients(self) -> None:
         """Nothing of the step's gradients is left."""

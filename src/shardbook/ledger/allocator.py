@@ -1,9 +1,9 @@
 """What the allocator itself says about one device, on the books' clock: ``time.perf_counter_ns``.
 
 On a CPU there is no counter of live tensors. What there is, are the profiler's records of every allocation and free in the
-threads that take part in the measured loop, operators' internal temporaries included, each with the running total. Blocks older
-than the first record are found by walking the live tensors at that moment (:func:`live_storages`); their freeing is not recorded,
-so it is noticed when their storage dies. On CUDA the allocator's own history of events says the same.
+threads that take part in the measured loop, operators' internal temporaries included. Blocks older than the first record are
+found by walking the live tensors at that moment (:func:`live_storages`); their freeing is not recorded, nor is one in another
+thread: both are noticed when the storage dies (`reconcile`). On CUDA the allocator's own history of events says the same.
 """
 
 import gc
@@ -27,12 +27,11 @@ _NUM_CALIBRATIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``nbytes`` (negative: freed) at ``address``; ``total`` is the allocator's own running total after it, from any origin."""
+    """``nbytes`` (negative: freed) at ``address``."""
 
     nanoseconds: int
     address: int
     nbytes: int
-    total: int
 
 
 class Records(Protocol):
@@ -63,7 +62,7 @@ class CpuRecords:
         """What was recorded since :meth:`start`, in order."""
         result = self._profiler._disable_profiler()  # the events live no longer than this
         found = [
-            (event.start_time_ns, fields.ptr, fields.alloc_size, fields.total_allocated)
+            (event.start_time_ns, fields.ptr, fields.alloc_size)
             for event in result.experimental_event_tree()
             if event.name == "[memory]" and (fields := event.typed[1]).device.type == "cpu"
         ]
@@ -71,7 +70,7 @@ class CpuRecords:
         # the profiler counts from another zero, at the same rate: the tightest of our own, which were read when the block was there
         ours = 2 * _NUM_CALIBRATIONS
         offset = max(entry[0] - known for entry, known in zip(found[:ours:2], self._calibrations, strict=True))
-        return [Change(seen - offset, address, nbytes, total) for seen, address, nbytes, total in found[ours:]]
+        return [Change(seen - offset, address, nbytes) for seen, address, nbytes in found[ours:]]
 
 
 class CudaRecords:
@@ -84,26 +83,25 @@ class CudaRecords:
         """From now on everything is recorded."""
         torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=self._max_entries)
         self._offset = time.time_ns() - time.perf_counter_ns()
-        self._total = torch.cuda.memory_allocated(self._device)
 
     def stop(self) -> list[Change]:
         """What was recorded since :meth:`start`, in order."""
         torch.cuda.synchronize(self._device)
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-        trace = torch.cuda.memory._snapshot(self._device)["device_traces"][index]
+        snapshot: Any = torch.cuda.memory._snapshot(self._device)
+        trace = snapshot["device_traces"][index]
         torch.cuda.memory._record_memory_history(enabled=None)
-        return self.changes_of(trace, self._total, self._offset)
+        return self.changes_of(trace, self._offset)
 
     @staticmethod
-    def changes_of(trace: Iterable[Any], total: int, offset: int) -> list[Change]:
-        """Allocations and completed frees of a history; ``total`` bytes were live before it, ``offset`` ns is the clock's."""
-        changes: list[Change] = []
-        for entry in trace:
-            sign = {"alloc": 1, "free_completed": -1}.get(entry["action"])
-            if sign is not None:
-                total += sign * entry["size"]
-                changes.append(Change(entry["time_us"] * 1000 - offset, entry["addr"], sign * entry["size"], total))
-        return changes
+    def changes_of(trace: Iterable[Any], offset: int) -> list[Change]:
+        """Allocations and completed frees of a history; its clock is ``offset`` nanoseconds ahead of ours."""
+        signs = {"alloc": 1, "free_completed": -1}
+        return [
+            Change(entry["time_us"] * 1000 - offset, entry["addr"], sign * entry["size"])
+            for entry in trace
+            if (sign := signs.get(entry["action"])) is not None
+        ]
 
 
 def records_of(device: torch.device) -> Records:
@@ -132,12 +130,19 @@ def live_storages(device: torch.device) -> dict[int, tuple[Tensor, torch.Untyped
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The tensor's storage; ``None`` for one without (a wrapper around another tensor, which is found by itself; a sparse one)."""
+    if _has_no_memory(type(tensor)):
+        return None
     try:
         storage = tensor.untyped_storage()
         storage.data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
     return storage
+
+
+def _has_no_memory(kind: type[Tensor]) -> bool:
+    """A fake tensor warns when it is asked where it lies; a wrapper has only what is inside."""
+    return kind.__name__ in ("FakeTensor", "FunctionalTensor") or hasattr(kind, "__tensor_flatten__")
 
 
 @contextmanager

@@ -19,10 +19,15 @@ from shardbook.ledger.allocator import storage_of
 
 
 class Item:
-    """One storage in the books. ``born`` and ``died`` are of ``time.perf_counter_ns``; ``died`` is None while it lives."""
+    """One storage in the books.
+
+    ``born`` and ``died`` are of ``time.perf_counter_ns``; ``died`` is None while it lives. ``is_booked``: by the engine whose it is, so
+    that nobody else moves it. ``storage_died``: it ended with its storage, not by somebody's word.
+    """
 
     __slots__ = (
-        "account", "address", "born", "died", "dtype", "name", "nbytes", "phase", "reference", "shape", "site", "unit",
+        "account", "address", "born", "died", "dtype", "is_booked", "name", "nbytes", "phase", "reference", "shape", "site",
+        "storage_died", "unit",
     )  # fmt: skip
 
     def __init__(self, address: int, nbytes: int, account: Account, unit: str, name: str, phase: str) -> None:
@@ -32,6 +37,7 @@ class Item:
         self.reference: weakref.ref[Any] | None = None
         self.born = time.perf_counter_ns()
         self.died: int | None = None
+        self.is_booked = self.storage_died = False
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether the item is that storage, not an earlier one at the same address. An engine's own items are its word."""
@@ -45,6 +51,7 @@ class Items:
         self._listener = listener
         self.live: dict[int, Item] = {}
         self.recent: list[Item] = []
+        self.gathered: list[Item] = []  # in accounts whose storages are emptied and filled again
 
     def find(self, tensor: Tensor) -> Item | None:
         """The item of a tensor's storage."""
@@ -64,10 +71,10 @@ class Items:
                 return item
             self.close(item)  # its memory went without a word, and this is another's
         phase, unit = place
-        item = self._open(Item(address, nbytes, account, unit, name, phase))
+        item = Item(address, nbytes, account, unit, name, phase)
         item.shape, item.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         item.reference = weakref.ref(storage, _closing(self, item))
-        return item
+        return self._open(item)
 
     def know(self, item: Item, account: Account, name: str = "", unit: str = "") -> None:
         """Move an item to the account it turns out to belong to."""
@@ -76,6 +83,7 @@ class Items:
             item.account = account
             item.unit = unit or item.unit
             self._tell(item, 1)
+            self._follow(item)
         item.name, item.unit = name or item.name, unit or item.unit
 
     def close(self, item: Item) -> None:
@@ -100,10 +108,18 @@ class Items:
             storage = None if known.reference is None else known.reference()
             self.close(known)  # as the operator that made it saw it
         item = Item(booking.address, booking.nbytes, booking.account, booking.unit, "flat buffer", booking.phase)
+        item.is_booked = True
         if known is not None:
             item.shape, item.dtype, item.site = known.shape, known.dtype, known.site
             item.reference = None if storage is None else weakref.ref(storage, _closing(self, item))
         self._open(item)
+
+    def check_gathered(self) -> None:
+        """An engine may free a gathered parameter by emptying its storage, which nobody tells of."""
+        for item in self.gathered:
+            if item.reference is not None and ((storage := item.reference()) is None or storage.nbytes() != item.nbytes):
+                self.close(item)
+        self.gathered = [item for item in self.gathered if item.died is None]
 
     def turn(self) -> list[Item]:
         """A step ends: all items that lived in it."""
@@ -114,16 +130,24 @@ class Items:
         self.live[item.address] = item
         self.recent.append(item)
         self._tell(item, 1)
+        self._follow(item)
         return item
+
+    def _follow(self, item: Item) -> None:
+        if item.account is Account.GATHERED:
+            self.gathered.append(item)
 
     def _tell(self, item: Item, sign: int) -> None:
         self._listener(
-            Booking(account=item.account, tier=Tier.DEVICE, unit=item.unit, nbytes=sign * item.nbytes, phase=item.phase, address=item.address)
+            Booking(
+                account=item.account, tier=Tier.DEVICE, unit=item.unit, nbytes=sign * item.nbytes, phase=item.phase, address=item.address
+            )
         )
 
 
 def _closing(items: Items, item: Item) -> Callable[[Any], None]:
     def close(_: Any) -> None:
+        item.storage_died = item.died is None
         items.close(item)
 
     return close

@@ -1,62 +1,120 @@
 """``measure``: books and measurement around any PyTorch loop.
 
 Steps are told apart by themselves: one ends when the model is called again after an optimizer's step (or where ``run.step()`` says so).
-In ``full`` mode every operator is seen and every allocation recorded; ``light`` mode looks at step boundaries alone and costs
-nothing per operator. Whatever happens inside, what was seen until then can be had from ``document()``.
+In ``full`` mode every operator is seen and every allocation recorded; ``light`` mode looks at optimizer steps alone and costs nothing
+per operator. Whatever happens inside, what was seen until then can be had from ``document()``.
 """
 
-import sys
+import os
 import time
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardbook.accounts import Account
-from shardbook.errors import ConfigError, UsageError
-from shardbook.events import Booking, Event
-from shardbook.ledger._stub import engine_of, holdings
-from shardbook.ledger.allocator import live_storages, records_of, shown
+from shardbook.document import RunDocument, Shortage, StepMemory
+from shardbook.errors import BudgetError, ConfigError, UsageError
+from shardbook.events import Booking, Event, Traffic
+from shardbook.ledger import assemble
+from shardbook.ledger.allocator import counter_of, live_storages, records_of
+from shardbook.ledger.counters import counters
 from shardbook.ledger.items import Items
 from shardbook.ledger.ledger import Ledger
+from shardbook.ledger.owners import Owners
+from shardbook.ledger.peers import module_of
 from shardbook.ledger.places import Places
-from shardbook.ledger.reconcile import Blocks, StepLog
-from shardbook.ledger.watcher import Operator, Watcher
+from shardbook.ledger.reconcile import Blocks, StepLog, curve, place_of_peak, reconcile
+from shardbook.ledger.shortage import Situation, asked_nbytes, shortage_of
+from shardbook.ledger.timeline import Timeline
+from shardbook.ledger.watcher import Operator, Watcher, is_out_of_memory
 
 Mode = Literal["full", "light"]
 _OLDER = "older than the measurement"
-_current: list["Measurement"] = []  # the profiler and the stack of dispatch modes are the process's own, so measurements can't nest
+_NO_STEP = "the optimizer never stepped: what there is, is of one step that did not end"
+_LOOKS = 3
+"""Optimizer steps that light mode looks at; the accounts that it sees don't change after them."""
+
+
+def measure(
+    model: nn.Module | None = None, optimizer: Optimizer | None = None, *, mode: Mode = "full", budget: int | None = None
+) -> "Measurement":
+    """Books and measurement of whatever runs inside the ``with``.
+
+    Args:
+        model: what is trained, wrapped or not (DDP, FSDP2, DeepSpeed's engine, shardbook's); None: found when it is called.
+        optimizer: whose steps end the loop's steps; None: any optimizer's.
+        mode: ``full`` sees every operator and every allocation; ``light`` only what models and optimizers hold at their steps.
+        budget: bytes that the books may hold; more raises :class:`~shardbook.errors.BudgetError`. None: no limit. Full mode only.
+
+    Raises:
+        ConfigError: no such mode, or a budget that can't be kept.
+        UsageError: on entering, if a measurement is open already in this process.
+
+    >>> model = nn.Linear(256, 256)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with measure(model, optimizer) as run:
+    ...     for _ in range(2):
+    ...         model(torch.ones(8, 256)).sum().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> document = run.document()
+    >>> document.peak["PARAM"], document.peak["UNACCOUNTED"]
+    (263168, 0)
+    """
+    return Measurement(model, optimizer, mode=mode, budget=budget)
 
 
 class Measurement:
     """What :func:`measure` gives. Open it with ``with``; read it by :meth:`document`, also after an exception."""
 
-    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, *, mode: Mode, excluded: Iterable[Tensor] = ()) -> None:
-        if mode not in ("full", "light"):
-            raise ConfigError(f"mode = {mode!r}: allowed are 'full' and 'light'; full sees every operator, light looks at step boundaries")
-        self.mode, self._model, self._optimizer = mode, model, optimizer
-        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    _open_one: "Measurement | None" = None  # the profiler and the stack of dispatch modes are the process's own, so these can't nest
+    _num_opened = 0
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer | None,
+        *,
+        mode: Mode,
+        budget: int | None = None,
+        excluded: Iterable[Tensor] = (),
+    ) -> None:
+        _check(mode, budget)
+        self.mode, self.budget = mode, budget
         self.ledger = Ledger()
-        self.items = Items(self.ledger)
-        self.places = Places()
-        self.watcher = Watcher(self.items, self.places, self._fail)
-        self.logs: dict[int, StepLog] = {}
         self.notes: list[str] = []
+        self.shortage: Shortage | None = None
         self.num_steps = 0
-        self._stepped = self._marked = False
+        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+        self._given = model, optimizer
+        self._rank, self._num_ranks = 0, 1
+        self._places, self._items = Places(), Items(self._book)
+        self._watcher = Watcher(self._items, self._places, self._fail, self._move)
+        self._logs: dict[int, StepLog] = {}
+        self._steps: list[StepMemory] = []
+        self._sampled: dict[str, int] = {}
+        self._timeline = Timeline()
+        self._sent = self._sent_in_step = self._seconds = 0
+        self._stepped = self._marked = self._is_open = self._is_observed = self._is_scanned = False
+        self._part: assemble.Part | None = None
         self._stack = ExitStack()
 
     # ---- what a person calls --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if _current:
-            raise UsageError("measure: a measurement is open already, and they can't nest; close it first, or use its step()")
-        _current.append(self)
-        self._stack.callback(_current.clear)
+        if Measurement._open_one is not None:
+            raise UsageError("measure: a measurement is open already, and they can't nest; close it first, or mark steps with its step()")
+        if self._part is not None:
+            raise UsageError("measure: this measurement has ended; call measure() again for another")
+        Measurement._open_one = self
+        Measurement._num_opened += 1
+        self._number = Measurement._num_opened
+        self._stack.callback(_forget)
         try:
             self._open()
         except BaseException:
@@ -66,158 +124,265 @@ class Measurement:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            self._end_step()
             if error is not None:
-                self.notes.append(f"ended by {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}")
-            if not self.num_steps:
-                self.notes.append("the optimizer never stepped: what there is, is of one step that did not end")
+                self._note_end(error)
+            self._scan()
+            if changes := self._owners.changes():
+                self.notes.append(f"the model changed while it was measured: {changes}")
+            self._stop(counts=self._stepped)
         finally:
             self._stack.close()
+        if not self.num_steps and not self._marked:
+            self.notes.append(_NO_STEP)
+        self._part = self._summarise()
+        assemble.publish(self._part, self._number)
 
     @contextmanager
     def step(self) -> Generator[None]:
         """Marks a step; from the first one on, steps are what is marked and nothing else."""
-        if not self._marked:
-            self._marked = True
-        self._turn(counts=False)
+        self._marked = True
+        self._stop(counts=False)
+        self._start()
         try:
             yield
         finally:
-            self._turn(counts=True)
+            self._stop(counts=True)
+            self._start()
 
-    # ---- inside -----------------------------------------------------------------------------------------------------------
+    def document(self) -> RunDocument:
+        """What all ranks saw, on every rank that asks; a rank that told nothing is in the notes. No collective: ask after the ``with``."""
+        part = self.part()
+        if self._part is None:
+            return assemble.document_of([part], ["written while the measurement went on: of this rank alone"])
+        parts, notes = assemble.collect(part, self._number)
+        if self._num_ranks > 1 and len(parts) == 1 and not notes:
+            notes = [f"of rank {self._rank} alone: the process group of the {self._num_ranks} ranks is gone, or has no store"]
+        return assemble.document_of(parts, notes)
+
+    def part(self) -> assemble.Part:
+        """What this rank saw, as plain data."""
+        return self._part or self._summarise()
+
+    # ---- opening and closing ------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._device = _device_of(self._model)
-        self._hook_optimizer()
-        self._stack.callback(self.places.unhook)
-        if self._model is not None:
-            self.places.hook(self._model, self._enter_root)
+        model, optimizer = self._given
+        self._device = _device_of(model)
+        self._find_rank()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._owners = Owners(model, optimizer, self._places, self._enter_root)
+        self._stack.callback(self._owners.unhook)
+        self._owners.hook(self._before_step, self._after_step)
         self._observe_engine()
         if self.mode == "full":
             self._take_base()
-            self._records = records_of(self._device)
-            self._stack.enter_context(self.watcher.saving())
-            self._stack.enter_context(self.watcher)
-        self._scan()
-        self._begin_step()
-        self._stack.callback(self._stop)
+            self._scan()
+            self._stack.enter_context(self._watcher.saving())
+            self._stack.enter_context(self._watcher)
+        self._start()
+        self._stack.callback(self._stop, counts=False)
+
+    def _find_rank(self) -> None:
+        """The process group may come after the measurement has begun, and go before it ends."""
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        elif self._num_ranks == 1 and "WORLD_SIZE" in os.environ:
+            self._rank, self._num_ranks = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"])
+        self._timeline.rank = self._rank
 
     def _take_base(self) -> None:
-        found = live_storages(self._device)
-        for address, (tensor, _) in found.items():
+        self._records = records_of(self._device)
+        for address, (tensor, _) in live_storages(self._device).items():
             if address not in self._excluded:
-                self.items.see(tensor, Account.UNACCOUNTED, ("before", ""), _OLDER)
-        base = {address: item for address, item in self.items.live.items()}
-        unknown = 0
-        if self._device.type == "cuda":
-            unknown = max(0, torch.cuda.memory_allocated(self._device) - sum(item.nbytes for item in base.values()))
-        self.base = sum(item.nbytes for item in base.values()) + unknown
-        self.blocks = Blocks(base, unknown)
-
-    def _hook_optimizer(self) -> None:
-        if self._optimizer is not None:
-            before, after = self._optimizer.register_step_pre_hook, self._optimizer.register_step_post_hook
-        else:
-            before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-        for handle in (before(self._before_step), after(self._after_step)):
-            self._stack.callback(handle.remove)
+                self._items.see(tensor, Account.UNACCOUNTED, ("before", ""), _OLDER)
+        base = dict(self._items.live)
+        self._base = sum(item.nbytes for item in base.values())
+        unknown = max(0, torch.cuda.memory_allocated(self._device) - self._base) if self._device.type == "cuda" else 0
+        self._base += unknown
+        self._blocks = Blocks(base, unknown)
 
     def _observe_engine(self) -> None:
         """An engine of shardbook's own tells of its memory itself."""
-        if self._model is None:
-            return
-        for hook in self._model._forward_pre_hooks.values():
-            found: Any = getattr(hook, "_torchdynamo_orig_callable", hook)
-            observe = getattr(getattr(found, "__self__", found), "observe", None)
-            if observe is not None:
-                self._stack.enter_context(observe(self._hear))
-                self._observed = True
-                return
+        if not self._is_observed and (context := self._owners.observe(self._hear)) is not None:
+            self._stack.enter_context(context)
+            self._is_observed = True
+
+    def _note_end(self, error: BaseException) -> None:
+        first = (str(error).strip() or "no message").splitlines()[0]
+        self.notes.append(f"ended by {type(error).__name__}: {first}")
+        if self.shortage is None and is_out_of_memory(error):
+            self._run_short(Account.UNACCOUNTED, asked_nbytes(str(error)), None)
+
+    # ---- what is heard inside -------------------------------------------------------------------------------------------------
 
     def _hear(self, event: Event) -> None:
-        if isinstance(event, Booking) and self.mode == "full":
-            self.items.book(event)
+        """The engine's own words."""
+        self._timeline(event)
+        if isinstance(event, Traffic):
+            self._sent += event.sent_nbytes
+            self._sent_in_step += event.sent_nbytes
+        elif isinstance(event, Booking) and self.mode == "full":
+            self._items.book(event)
+
+    def _book(self, event: Event) -> None:
+        self.ledger(event)
+        if self.budget is not None and isinstance(event, Booking) and event.nbytes > 0 and self.ledger.total > self.budget:
+            budget, self.budget = self.budget, None  # said once: what goes on after it is somebody's own decision
+            self._run_short(event.account, event.nbytes, budget)
+            raise BudgetError(
+                f"budget = {budget:,} bytes: {event.nbytes:,} more were wanted for {event.account} in {event.phase} of "
+                f"{event.unit or 'no unit'}; {self.ledger.total:,} would be held; the levers are in document().shortage"
+            )
+
+    def _fail(self, error: RuntimeError, operator: Operator) -> None:
+        """An operator got no memory: everything is still held."""
+        self._run_short(Account.WORKSPACE, asked_nbytes(str(error)), None)
+        self.notes.append(f"out of memory in {operator.name}")
+
+    def _move(self) -> None:
+        """Another phase or unit: what an engine did in between without an operator is looked at."""
+        self._items.check_gathered()
+        if self._owners.engine.startswith("deepspeed"):  # it keeps its buckets, and gathered parameters, for parts of a pass
+            self._scan()
+
+    def _run_short(self, account: Account, asked: int, budget: int | None) -> None:
+        phase, unit = self._places.now()
+        self.shortage = shortage_of(
+            Situation(
+                engine=self._owners.engine,
+                num_ranks=self._num_ranks,
+                num_units=self._owners.num_units,
+                rank=self._rank,
+                step=self.num_steps + 1,
+                phase=phase,
+                unit=unit,
+                account=account,
+                asked=asked,
+                budget=budget,
+                live=assemble.totals(self.ledger.balances()),
+            )
+        )
 
     def _enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stepped and not self._marked:
-            self._turn(counts=True)
-        for tensor in _tensors((args, kwargs)):
-            item = self.items.see(tensor, Account.INPUT, ("between", ""), "input")
-            if item is not None and item.account in (Account.WORKSPACE, Account.UNACCOUNTED):
-                self.items.know(item, Account.INPUT, "input")
+            self._stop(counts=True)
+            self._start()
+        self._observe_engine()
+        if not self._is_scanned:
+            self._find_rank()
+            self._scan()
+            self._is_scanned = bool(self._owners.models)
+        if self.mode == "full":
+            for tensor in _tensors((args, kwargs)):
+                item = self._items.see(tensor, Account.INPUT, ("between", ""), "input")
+                if item is not None and item.account in (Account.WORKSPACE, Account.UNACCOUNTED):
+                    self._items.know(item, Account.INPUT, "input")
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self.places.stepping = True
-        if self._optimizer is None:
-            self._optimizer = optimizer
+    def _before_step(self, *_: Any) -> None:
+        self._places.stepping = True
         self._scan()
 
     def _after_step(self, *_: Any) -> None:
-        self.places.stepping = False
+        self._places.stepping = False
         self._stepped = True
-        self._scan()
+        if self.num_steps == 0 or self.mode == "full":
+            self._scan()
 
     def _scan(self) -> None:
-        """Model, optimizer and engine are asked what they hold."""
-        self._owners = engine_of(self._model, self._optimizer)
-        with shown():
-            for holding in holdings(self._model, self._optimizer):
-                item = self.items.see(holding.tensor, holding.account, (str(holding.account).lower(), holding.unit), holding.name)
-                if item is not None and item.reference is not None:
-                    self.items.know(item, holding.account, holding.name, holding.unit)
+        if self.mode == "full":
+            self._owners.scan(self._items)
+            self._watcher.serve(self._owners.engine, reduces=self._owners.reduces)
+        elif self.num_steps < _LOOKS:
+            found = self._owners.sampled()
+            if sum(found.values()) >= sum(self._sampled.values()):
+                self._sampled = found
 
-    def _turn(self, *, counts: bool) -> None:
-        self._stop(counts=counts)
-        self._begin_step()
+    # ---- steps ----------------------------------------------------------------------------------------------------------------
 
-    def _end_step(self) -> None:
-        self._stop(counts=self._stepped)
-
-    def _begin_step(self) -> None:
+    def _start(self) -> None:
+        self._is_open, self._stepped, self._sent_in_step = True, False, 0
         self._began = time.perf_counter_ns()
-        self._is_open = True
         if self.mode == "full":
             self._records.start()
 
-    def _stop(self, *, counts: bool = False) -> None:
+    def _stop(self, *, counts: bool) -> None:
         if not self._is_open:
             return
         self._is_open = False
-        self._stepped = False
+        end = time.perf_counter_ns()
+        self.num_steps += counts
+        self._seconds += (end - self._began) * counts
         if counts:
-            self.num_steps += 1
-        self.places.turn()
+            self._last_sent = self._sent_in_step
         if self.mode == "full":
             self._log(self.num_steps if counts else 0)
+        self._places.turn()
 
     def _log(self, number: int) -> None:
         recorded, end = self._records.stop(), time.perf_counter_ns()
-        before, items, operators = dict(self.blocks.live), self.items.turn(), self.watcher.turn()
-        changes, peak = self.blocks.follow(recorded, end, items)
-        self.logs[number] = StepLog(number, self._began, end, before, changes, items, operators, self.blocks.unknown, peak)
+        before, items, operators = dict(self._blocks.live), self._items.turn(), self._watcher.turn()
+        changes, peak = self._blocks.follow(recorded, end, items)
+        log = StepLog(number, self._began, end, before, changes, items, operators, self._blocks.unknown, peak)
+        phase, unit = place_of_peak(log)
+        if number:
+            self._steps.append(StepMemory(rank=self._rank, step=number, peak_allocated=peak.nbytes, phase=phase, unit=unit))
+        if not self._logs or peak.nbytes > self._highest.peak.nbytes:
+            self._logs = {number: log}
 
-    def _fail(self, error: RuntimeError, operator: Operator) -> None:
-        self.notes.append(f"out of memory in {operator.name}: {error}")
+    @property
+    def _highest(self) -> StepLog:
+        return next(iter(self._logs.values()))
+
+    def _summarise(self) -> assemble.Part:
+        peak = self._highest.peak.nbytes if self._logs else None
+        found = counters(self._device, peak)
+        return assemble.Part(
+            rank=self._rank,
+            engine=self._owners.engine,
+            mode=self.mode,
+            allocator=counter_of(self._device) if self.mode == "full" or self._device.type == "cuda" else "not measured: light mode",
+            num_parameters=self._owners.num_parameters,
+            seconds=self._seconds / 1e9,
+            counters=found,
+            sampled=self._sampled,
+            reconciliation=reconcile(self._highest, self._rank, self._base) if self._logs else None,
+            curve=curve(self._highest, self._rank) if self._logs else None,
+            steps=tuple(self._steps),
+            timeline=self._timeline.record() if self._is_observed else None,
+            sent_nbytes=self._sent,
+            sent_nbytes_per_step=getattr(self, "_last_sent", 0),
+            shortage=self.shortage,
+            notes=tuple(self.notes),
+        )
 
 
-def measure(model: nn.Module | None = None, optimizer: Optimizer | None = None, *, mode: Mode = "full") -> Measurement:
-    return Measurement(model, optimizer, mode=mode)
+def _forget() -> None:
+    Measurement._open_one = None
 
 
-def _device_of(model: nn.Module | None) -> torch.device:
-    first = None if model is None else next(model.parameters(), None)
+def _check(mode: str, budget: int | None) -> None:
+    if mode not in ("full", "light"):
+        raise ConfigError(f"mode = {mode!r}: allowed are 'full' (every operator and allocation) and 'light' (optimizer steps alone)")
+    if budget is not None and mode == "light":
+        raise ConfigError(f"budget = {budget}: light mode sees no allocation that could cross it; use mode='full', or leave it out")
+    if budget is not None and budget <= 0:
+        raise ConfigError(f"budget = {budget}: it must be a positive number of bytes")
+
+
+def _device_of(model: Any) -> torch.device:
+    first = None if model is None else next(module_of(model).parameters(), None)
     if first is not None and first.device.type == "cuda":
         return first.device
+    if model is None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterable[Tensor]:
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner, depth + 1)
-    elif isinstance(value, (list, tuple)) and depth < 6:
-        for inner in value:
+    elif depth < 6 and isinstance(value, (list, tuple, dict)):
+        found: Any = value  # pyright: ignore[reportUnknownVariableType]
+        for inner in found.values() if isinstance(found, dict) else found:
             yield from _tensors(inner, depth + 1)

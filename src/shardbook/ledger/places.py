@@ -39,6 +39,7 @@ class Places:
 
     def __init__(self) -> None:
         self.stepping = False
+        self.num_units = 0
         self._entered: list[str] = []
         self._starts: list[int] = [0]
         self._units: list[str] = [""]
@@ -49,6 +50,7 @@ class Places:
     def hook(self, model: nn.Module, enter_root: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
         """Follow the model's forwards; ``enter_root`` gets the arguments of each call of the model itself."""
         units = list(units_of(model))
+        self.num_units += len(units)
         for path, module in units:
             self._follow(path, module)
             for name, parameter in module.named_parameters():
@@ -61,13 +63,22 @@ class Places:
             self._enter(ROOT)
 
         self._handles.append(model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        self._handles.append(model.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        self._handles.append(model.register_forward_hook(self._leave_hook, always_call=True))
+
+    def enter_late(self) -> None:
+        """A model's forward runs already, and was hooked after it had begun."""
+        self._enter(ROOT)
 
     def unhook(self) -> None:
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether a known model's forward runs."""
+        return bool(self._entered)
 
     def now(self) -> tuple[str, str]:
         """(phase, unit); ``between`` where neither forward, backward nor the optimizer runs."""
@@ -94,7 +105,7 @@ class Places:
 
     def note_site(self, site: str) -> None:
         """The forward operator that runs now was called from there: so was, then, its part of the backward."""
-        self._sites[torch.autograd._get_sequence_nr() - 1] = site
+        self._sites[_next_number() - 1] = site
 
     def site_in_backward(self) -> str:
         """Where the forward of the node that autograd runs now was called."""
@@ -111,25 +122,28 @@ class Places:
         def enter(*_: Any) -> None:
             self._enter(path)
 
-        def leave(*_: Any) -> None:
-            self._leave()
-
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._handles.append(module.register_forward_hook(self._leave_hook, always_call=True))
 
     def _enter(self, unit: str) -> None:
         self._entered.append(unit)
         self._change(unit)
 
-    def _leave(self) -> None:
+    def _leave_hook(self, *_: Any) -> None:
         if self._entered:
             self._entered.pop()
         self._change(self._entered[-1] if self._entered else "")
 
     def _change(self, unit: str) -> None:
-        number = torch.autograd._get_sequence_nr()
+        number = _next_number()
         if number == self._starts[-1]:
             self._units[-1] = unit
         else:
             self._starts.append(number)
             self._units.append(unit)
+
+
+def _next_number() -> int:
+    """What autograd will call the node it makes next in this thread."""
+    autograd: Any = torch.autograd
+    return autograd._get_sequence_nr()

@@ -70,45 +70,30 @@ class Blocks:
     def __init__(self, base: Mapping[int, Item], unknown: int) -> None:
         self.live = {address: Block(address, item.nbytes, 0) for address, item in base.items()}
         self.unknown = unknown
-        self._base = dict(base)
-        self._total: int | None = None
 
     def follow(self, changes: Sequence[Change], end: int, items: Sequence[Item]) -> tuple[list[Change], Peak]:
         """Takes the changes of a step; returns them with the frees that nobody recorded, and the peak. ``items``: of the step."""
-        merged = sorted([*changes, *self._gone_of_base(end)], key=lambda change: change.nanoseconds)
+        deaths = [_Death(item) for item in items if item.storage_died and item.died is not None and item.died <= end]
+        merged = sorted([*changes, *deaths], key=lambda entry: entry.nanoseconds)
         running = sum(block.nbytes for block in self.live.values()) + self.unknown
         peak = Peak(running, merged[0].nanoseconds if merged else end)
         told: list[Change] = []
-        for change in merged:
-            for one in (*self._unseen(change, items), change):
-                running += self._apply(one)
-                told.append(one)
-            if running > peak.nbytes:
-                peak = Peak(running, change.nanoseconds)
+        for entry in merged:
+            change = self._unrecorded(entry) if isinstance(entry, _Death) else entry
+            if change is not None:
+                running += self._apply(change)
+                told.append(change)
+                if running > peak.nbytes:
+                    peak = Peak(running, change.nanoseconds)
         return told, peak
 
-    def _gone_of_base(self, end: int) -> Iterator[Change]:
-        """Blocks older than the records are freed without one: their storage's death says so. ``total`` -1: not the allocator's."""
-        for address, item in list(self._base.items()):
-            if item.died is not None and item.died <= end:
-                del self._base[address]
-                yield Change(item.died, address, -item.nbytes, -1)
-
-    def _unseen(self, change: Change, items: Sequence[Item]) -> Iterator[Change]:
-        """Frees in another thread, which the running total alone tells of: an address that is given out anew, then what died."""
-        if change.total < 0:
-            return
-        expected = change.total if self._total is None else self._total + change.nbytes
-        missing, self._total = expected - change.total, change.total
-        if missing <= 0:
-            return
-        again = [self.live[change.address]] if change.nbytes > 0 and change.address in self.live else []
-        gone = {item.address: item.died for item in items if item.died is not None and item.died <= change.nanoseconds}
-        dead = [block for block in self.live.values() if gone.get(block.address, -1) > block.allocated > 0]
-        for block in (*again, *dead):
-            if block.nbytes <= missing:
-                missing -= block.nbytes
-                yield Change(change.nanoseconds, block.address, -block.nbytes, -1)
+    def _unrecorded(self, death: "_Death") -> Change | None:
+        """The allocator is silent about blocks older than its records, and on a CPU about frees in other threads."""
+        item = death.item
+        block = self.live.get(item.address)
+        if block is None or block.allocated > item.born:
+            return None  # recorded already
+        return Change(death.nanoseconds, item.address, -block.nbytes)
 
     def _apply(self, change: Change) -> int:
         """How many bytes more there are."""
@@ -118,6 +103,13 @@ class Blocks:
             return -before
         self.live[change.address] = Block(change.address, change.nbytes, change.nanoseconds)
         return change.nbytes - before
+
+
+class _Death:
+    """A storage died: with it, its block."""
+
+    def __init__(self, item: Item) -> None:
+        self.item, self.nanoseconds = item, item.died or 0
 
 
 def blocks_of(log: StepLog) -> list[Block]:
@@ -160,10 +152,12 @@ class Reader:
     log: StepLog
     blocks: list[Block] = field(default_factory=list[Block])
     _begins: list[int] = field(default_factory=list[int])
+    _staging: list[Operator] = field(default_factory=list[Operator])
 
     def __post_init__(self) -> None:
         self.blocks = blocks_of(self.log)
         self._begins = [operator.begin for operator in self.log.operators]
+        self._staging = [operator for operator in self.log.operators if operator.staged]
 
     def operator_at(self, instant: int) -> Operator | None:
         """The operator that ran then."""
@@ -180,10 +174,18 @@ class Reader:
         item = block.item_at(instant)
         if item is not None:
             return Held(item.account, min(item.nbytes, block.nbytes), item.name, item)
-        operator = self.operator_at(block.allocated) if not block.items else None
-        if operator is not None and block.freed is not None and block.freed <= operator.end:
-            return Held(Account.WORKSPACE, block.nbytes, f"inside {operator.name}")
+        if not block.items:
+            if (staging := self._staging_of(block)) is not None:
+                return Held(Account.COMM, block.nbytes, f"staging of {staging.name}")
+            operator = self.operator_at(block.allocated)
+            if operator is not None and block.freed is not None and block.freed <= operator.end:
+                return Held(Account.COMM if operator.staged else Account.WORKSPACE, block.nbytes, f"inside {operator.name}")
         return Held(Account.UNACCOUNTED, block.nbytes, block.items[-1].name if block.items else "")
+
+    def _staging_of(self, block: Block) -> Operator | None:
+        """A collective that was under way and whose transport, as is known, holds a copy of that length meanwhile."""
+        last = bisect_right(self._staging, block.allocated, key=lambda operator: operator.begin)
+        return next((operator for operator in self._staging[max(0, last - 4) : last] if operator.staged == block.nbytes), None)
 
     def at(self, instant: int) -> list[tuple[Block, Held]]:
         """Every block that lives at an instant, and what it is."""
@@ -196,11 +198,7 @@ class Reader:
     def overstated(self, instant: int) -> int:
         """Bytes of items that live at an instant in no block."""
         matched = {id(item) for block in self.blocks if block.allocated <= instant < (block.freed or _FOREVER) for item in block.items}
-        return sum(
-            item.nbytes
-            for item in self.log.items
-            if item.born <= instant < (item.died or _FOREVER) and id(item) not in matched
-        )
+        return sum(item.nbytes for item in self.log.items if item.born <= instant < (item.died or _FOREVER) and id(item) not in matched)
 
 
 def reconcile(log: StepLog, rank: int, base: int) -> document.Reconciliation:
@@ -223,10 +221,16 @@ def reconcile(log: StepLog, rank: int, base: int) -> document.Reconciliation:
         operator="" if running is None else running.name,
         allocated=log.peak.nbytes,
         base=base,
-        books={account: books.get(account, 0) for account in Account if books.get(account) or account is Account.UNACCOUNTED},
+        books={str(account): books[account] for account in Account if books[account] or account is Account.UNACCOUNTED},
         overstated=reader.overstated(instant),
         items=tuple(sorted(items, key=lambda item: item.nbytes, reverse=True)[:_NUM_ITEMS]),
     )
+
+
+def place_of_peak(log: StepLog) -> tuple[str, str]:
+    """(phase, unit) in which the peak of a step was."""
+    index = bisect_right(log.operators, log.peak.instant, key=lambda operator: operator.begin) - 1
+    return ("between", "") if index < 0 else (log.operators[index].phase, log.operators[index].unit)
 
 
 def _item(block: Block, held: Held, reader: Reader) -> document.Item:
@@ -267,11 +271,7 @@ def curve(log: StepLog, rank: int, num_points: int = 400) -> document.Curve:
         step=log.number,
         seconds=tuple(seconds for seconds, _, _ in chosen),
         allocated=tuple(allocated for _, allocated, _ in chosen),
-        accounts={
-            account: series
-            for account in Account
-            if any(series := tuple(held.get(account, 0) for _, _, held in chosen))
-        },
+        accounts={account: series for account in Account if any(series := tuple(held.get(account, 0) for _, _, held in chosen))},
         spans=tuple(_spans(log)),
     )
 

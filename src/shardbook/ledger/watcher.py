@@ -5,6 +5,7 @@ alone, and are told apart later by when the operator ran (`reconcile`). What aut
 given back has the same version check as without them.
 """
 
+import os
 import sys
 import sysconfig
 import time
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardbook.accounts import Account
 from shardbook.ledger.items import Item, Items
-from shardbook.ledger.operators import accounts_of_arguments, accounts_of_outputs
+from shardbook.ledger.peer_operators import STAGED, Place, places_of
 from shardbook.ledger.places import Places
 
 SITE_NBYTES = 64 * 1024
@@ -29,32 +30,58 @@ SITE_NBYTES = 64 * 1024
 _FOREIGN = ("<", str(Path(__file__).parents[1]), str(Path(torch.__file__).parents[1]), sysconfig.get_paths()["stdlib"])
 
 
+_STAGED = {f"{name.split('.')[1]}.default": argument for name, argument in STAGED.items()}
+_LANDING = {"aten.detach.default", "aten.add_.Tensor", "aten.add.Tensor", "aten.clone.default"}
+"""With these autograd lays a gradient at its parameter; what else runs then are hooks of an engine."""
+
+
 @dataclass(slots=True)
 class Operator:
-    """One operator as it ran: nanoseconds of ``time.perf_counter_ns``."""
+    """One operator as it ran: nanoseconds of ``time.perf_counter_ns``. ``staged``: bytes that its transport copies unseen."""
 
     begin: int
     end: int
     name: str
     phase: str
     unit: str
+    staged: int = 0
 
 
 class Watcher(TorchDispatchMode):
-    """See the file's header. ``on_failure`` is told of an operator that could not get memory, while everything is still held."""
+    """See the file's header.
 
-    def __init__(self, items: Items, places: Places, on_failure: Callable[[RuntimeError, Operator], None]) -> None:
+    ``on_failure`` is told of an operator that could not get memory, while everything is still held; ``on_move`` of each change of phase
+    or unit, before the operator there.
+    """
+
+    def __init__(
+        self, items: Items, places: Places, on_failure: Callable[[RuntimeError, Operator], None], on_move: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self._items, self._places, self._on_failure = items, places, on_failure
+        self._items, self._places, self._on_failure, self._on_move = items, places, on_failure, on_move
         self._recomputed: list[Item] = []
+        self._process = os.getpid()
+        self._known: dict[Any, tuple[str, tuple[Place, ...]]] = {}
+        self._engine = ""
         self.operators: list[Operator] = []
-        self.reduces = False  # gradients that autograd has made go on to other ranks
+        self.reduces = False
+
+    def serve(self, engine: str, *, reduces: bool) -> None:
+        """Whose operators come by from now on, and whether the gradients that autograd makes go on to other ranks."""
+        self.reduces = reduces
+        if engine != self._engine:
+            self._engine = engine
+            self._known.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a sharded tensor: what it does inside comes by
+        if os.getpid() != self._process:
+            return func(*args, **(kwargs or {}))  # a child of this process, such as a worker that loads data
         phase, unit = place = self._places.now()
         operator = Operator(time.perf_counter_ns(), sys.maxsize, func.__name__, phase, unit)
+        if not self.operators or (self.operators[-1].phase, self.operators[-1].unit) != place:
+            self._on_move()
         self.operators.append(operator)
         try:
             result = func(*args, **(kwargs or {}))
@@ -63,6 +90,8 @@ class Watcher(TorchDispatchMode):
                 self._on_failure(error, operator)
             raise
         operator.end = time.perf_counter_ns()
+        if operator.name in _STAGED:
+            operator.staged = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[_STAGED[operator.name]]))
         self._see(func, args, kwargs, result, place)
         return result
 
@@ -76,27 +105,34 @@ class Watcher(TorchDispatchMode):
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _see(self, func: Any, args: Any, kwargs: Any, result: Any, place: tuple[str, str]) -> None:
-        name = str(func)
-        for tensor, account in accounts_of_arguments(name, args, kwargs):
-            self._claim(tensor, account, place, name)
-        account = accounts_of_outputs(name)
+        if (known := self._known.get(func)) is None:
+            known = self._known[func] = str(func), places_of(str(func), self._engine)
+        name, told = known
+        for entry in told:
+            self._claim(entry, args, kwargs or {}, result, (place, name))
         for tensor in _tensors(result):
-            item = self._items.see(tensor, account or Account.WORKSPACE, place, name)
-            if item is None:
-                continue
-            if account is not None and item.account is Account.WORKSPACE:
-                self._items.know(item, account)
-            self._note(item, place)
+            item = self._items.see(tensor, Account.WORKSPACE, place, name)
+            if item is not None:
+                self._note(item, place)
         if place[0] == "backward":
-            self._see_backward(args)
+            self._see_backward(name, args)
         elif place[0] == "between":
             for tensor in _tensors(args):  # what the loop reads to make its batches
                 self._items.see(tensor, Account.INPUT, place, "read outside of the model")
 
-    def _claim(self, tensor: Tensor, account: Account, place: tuple[str, str], name: str) -> None:
-        item = self._items.see(tensor, account, place, name)
-        if item is not None and item.account is Account.WORKSPACE:
-            self._items.know(item, account, name)
+    def _claim(self, told: Place, args: Any, kwargs: Any, result: Any, seen: tuple[tuple[str, str], str]) -> None:
+        """What an operator says of one argument, where nobody has said anything yet."""
+        if told.argument == "result":
+            found = result
+        elif isinstance(told.argument, int):
+            found = args[told.argument] if told.argument < len(args) else ()
+        else:
+            found = kwargs.get(told.argument, ())
+        place, name = seen
+        for tensor in _tensors(found):
+            item = self._items.see(tensor, told.account, place, name)
+            if item is not None and item.account is Account.WORKSPACE:
+                self._items.know(item, told.account, name)
 
     def _note(self, item: Item, place: tuple[str, str]) -> None:
         """Of a large one: who made it. Of a recomputation's: that it may be kept."""
@@ -110,13 +146,15 @@ class Watcher(TorchDispatchMode):
         if place[0] == "backward" and torch.is_grad_enabled() and item.account is Account.WORKSPACE:
             self._recomputed.append(item)
 
-    def _see_backward(self, args: Any) -> None:
+    def _see_backward(self, operator: str, args: Any) -> None:
         """What of a recomputation is still there when backward goes on, is what it was made for; and gradients of parameters."""
         if self._recomputed and not torch.is_grad_enabled():
             for item in self._recomputed:
                 if item.died is None:
                     self._items.know(item, Account.ACTIVATION)
             self._recomputed = []
+        if operator not in _LANDING:
+            return
         variable = getattr(torch._C._current_autograd_node(), "variable", None)
         if variable is None:
             return
@@ -127,6 +165,8 @@ class Watcher(TorchDispatchMode):
                 self._items.know(item, Account.GRAD_FULL if self.reduces else Account.GRAD, f"gradient of {name}", unit)
 
     def _pack(self, tensor: Tensor) -> Any:
+        if os.getpid() != self._process:
+            return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor, tensor._version
         item = self._items.find(tensor)
         if item is None:
             self._items.see(tensor, Account.ACTIVATION, self._places.now(), "saved by autograd")

@@ -1,0 +1,1 @@
+"""What a run will hold, before it runs. Standard library only."""

@@ -1,0 +1,174 @@
+"""Whom the memory belongs to: the models and optimizers of a loop, given or found, and what they hold."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardbook.accounts import Account
+from shardbook.errors import ConfigError
+from shardbook.events import Observer
+from shardbook.ledger.allocator import shown
+from shardbook.ledger.items import Items
+from shardbook.ledger.peers import Holding, engine_of, holdings, module_of
+from shardbook.ledger.places import Places
+
+_REDUCING = ("fsdp2", "deepspeed", "shardbook")
+
+
+class Owners:
+    """See the file's header. ``enter_root`` is told of each call of a model, with its arguments, before anything else happens."""
+
+    def __init__(
+        self, model: Any, optimizer: Optimizer | None, places: Places, enter_root: Callable[[tuple[Any, ...], dict[str, Any]], None]
+    ) -> None:
+        self.models: list[Any] = []
+        self._known: list[dict[str, int]] = []
+        self._passed: set[int] = set()
+        self.optimizers = [] if optimizer is None else [optimizer]
+        self.engine = "plain"
+        self._places, self._enter_root = places, enter_root
+        self._handles: list[Any] = []
+        if model is not None:
+            self._adopt(model)
+        else:
+            self._handles.append(register_module_forward_pre_hook(self._discover))
+
+    def hook(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Call ``before`` and ``after`` around each optimizer step: of the given optimizer, or of any."""
+        if self.optimizers:
+            optimizer = _innermost(self.optimizers[0])
+            self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+            return
+
+        def found(optimizer: Optimizer, *_: Any) -> None:
+            if not any(known is optimizer or _innermost(known) is optimizer for known in self.optimizers):
+                self.optimizers.append(optimizer)
+            before()
+
+        self._handles += [register_optimizer_step_pre_hook(found), register_optimizer_step_post_hook(after)]
+
+    def unhook(self) -> None:
+        """Leave models and optimizers as they were."""
+        self._places.unhook()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def scan(self, items: Items) -> None:
+        """Ask what is held, and book it. What an engine books itself stays as it is."""
+        self.engine = next((name for name in self._engines() if name != "plain"), "plain")
+        claimed: set[int] = set()
+        with shown():
+            for holding in self.held():
+                item = items.see(holding.tensor, holding.account, (str(holding.account).lower(), holding.unit), holding.name)
+                if item is None or id(item) in claimed:
+                    continue
+                claimed.add(id(item))
+                if not item.is_booked:
+                    items.know(item, holding.account, holding.name, holding.unit)
+
+    def held(self) -> Iterator[Holding]:
+        """Everything that models and optimizers hold now; a storage may come twice, first where it belongs."""
+        if len(self.models) == 1 and len(self.optimizers) <= 1:
+            yield from holdings(self.models[0], next(iter(self.optimizers), None))
+            return
+        for model in self.models:
+            yield from holdings(model, None)
+        for optimizer in self.optimizers:
+            for model in self.models or (None,):
+                yield from holdings(model, optimizer)
+
+    def sampled(self) -> dict[str, int]:
+        """Account to bytes held now, by looking alone."""
+        totals: dict[str, int] = {}
+        claimed: set[int] = set()
+        with shown():
+            for holding in self.held():
+                storage = holding.tensor.untyped_storage()
+                if storage._cdata not in claimed:
+                    claimed.add(storage._cdata)
+                    totals[str(holding.account)] = totals.get(str(holding.account), 0) + storage.nbytes()
+        return {str(account): totals[account] for account in Account if account in totals}
+
+    def observe(self, observer: Observer) -> Any:
+        """A context manager that sends the events of shardbook's own engine, if that is what trains; None: it does not, or not yet."""
+        for model in self.models:
+            whole = getattr(model, "observe", None)
+            if type(model).__module__ == "shardbook.engine.engine" and whole is not None:
+                return whole(observer)
+            for hook in getattr(model, "_forward_pre_hooks", {}).values():
+                found: Any = getattr(hook, "_torchdynamo_orig_callable", hook)
+                observe = getattr(getattr(found, "__self__", found), "observe", None)
+                if observe is not None:
+                    return observe(observer)
+        return None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the gradients that autograd makes go on to other ranks, and are not what the optimizer sees."""
+        return self.engine.startswith(_REDUCING)
+
+    @property
+    def num_units(self) -> int:
+        return self._places.num_units
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the models' parameters, as they show themselves."""
+        with shown():
+            return sum(parameter.numel() for model in self.models for parameter in module_of(model).parameters())
+
+    def _engines(self) -> Iterator[str]:
+        optimizer = next(iter(self.optimizers), None)
+        return (engine_of(model, optimizer) for model in self.models)
+
+    def changes(self) -> str:
+        """What is different about the models since they were adopted, in words; empty where nothing is."""
+        faults: list[str] = []
+        for model, before in zip(self.models, self._known, strict=True):
+            now = _shape_of(model)
+            faults += [f"added: {', '.join(sorted(now.keys() - before.keys()))}"] if now.keys() - before.keys() else []
+            faults += [f"gone: {', '.join(sorted(before.keys() - now.keys()))}"] if before.keys() - now.keys() else []
+            resized = [name for name in sorted(now.keys() & before.keys()) if now[name] != before[name]]
+            faults += [f"of another shape: {', '.join(resized)}"] if resized else []
+        return "; ".join(faults)
+
+    def _adopt(self, model: Any) -> None:
+        inside = {id(module) for module in module_of(model).modules()}
+        kept = [place for place, known in enumerate(self.models) if id(module_of(known)) not in inside]
+        self.models = [*(self.models[place] for place in kept), model]  # a part of it that was called earlier is no model of its own
+        self._known = [*(self._known[place] for place in kept), _shape_of(model)]
+        self._places.hook(module_of(model), self._enter_root)
+
+    def _discover(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module that is called from outside of all known ones, and has something to train, is a model."""
+        if self._places.is_entered or id(module) in self._passed:
+            return
+        self._passed.add(id(module))
+        if any(module is part for known in self.models for part in (known, *module_of(known).modules())):
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            self._adopt(module)
+            if module_of(module) is module:  # this call of it has begun
+                self._enter_root(args, {})
+                self._places.enter_late()
+
+
+def _shape_of(model: Any) -> dict[str, int]:
+    """Name to elements of each parameter, as it shows itself."""
+    with shown():
+        return {name: parameter.numel() for name, parameter in module_of(model).named_parameters()}
+
+
+def _innermost(optimizer: Any) -> Optimizer:
+    """torch's own optimizer, inside of whatever wraps it (DeepSpeed, Accelerate and Lightning do)."""
+    for _ in range(8):
+        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "_optimizer", None)
+        if isinstance(optimizer, Optimizer) and not isinstance(inner, Optimizer):
+            return optimizer
+        optimizer = inner
+    raise ConfigError(f"optimizer is {type(optimizer).__name__}: no torch.optim.Optimizer is in it; give the one whose step() is called")

@@ -164,7 +164,7 @@ def _deepspeed(name: str, model: nn.Module, dtype: Dtype, options: dict[str, Any
 
 
 def deepspeed_config(name: str, dtype: Dtype, options: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's own defaults; with ``-small`` its buckets are :data:`SMALL_BUCKET_NUMEL`."""
+    """DeepSpeed's own defaults, without clipping; with ``-small`` its buckets are :data:`SMALL_BUCKET_NUMEL`."""
     _, stage, *small = name.split("-")
     zero: dict[str, Any] = {"stage": int(stage)}
     if small:
@@ -176,6 +176,7 @@ def deepspeed_config(name: str, dtype: Dtype, options: dict[str, Any]) -> dict[s
         "zero_optimization": zero | options,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # its default is 1.0, and no other engine here clips
         "bf16": {"enabled": dtype == "bf16"},
     }
 

@@ -129,11 +129,11 @@ def cost(config: models.GPTConfig, num_pairs: int) -> tuple[float, float]:
     for pair in range(num_pairs):
         seconds: dict[bool, float] = {}
         for watched in (True, False) if pair % 2 else (False, True):
-            dist.barrier()
-            began = time.perf_counter()
             with run.engine.observe(timeline) if watched else nullcontext():
+                dist.barrier()
+                began = time.perf_counter()
                 run.plain_step(1)
-            seconds[watched] = time.perf_counter() - began
+                seconds[watched] = time.perf_counter() - began
         ratios.append(seconds[True] / seconds[False])
         without.append(seconds[False])
     run.engine.close()
@@ -173,7 +173,7 @@ def look_ahead_rows(figures: Sequence[Figures], reached: float) -> list[str]:
 
 def rows(*, quick: bool = False, num_ranks: int = 2, num_steps: int = 0) -> list[str]:
     """Both sweeps as Markdown."""
-    config, num_steps = (QUICK, num_steps or 8) if quick else (models.GPTConfig(), num_steps or 12)
+    config, num_steps = (QUICK, num_steps or 8) if quick else (models.GPTConfig(), num_steps or 8)
     shares = ranks.run(num_ranks, micro_batches, config, num_steps)[0]
     ahead = ranks.run(num_ranks, look_ahead, config, num_steps, 1)[0]
     reached = statistics.median(one.bandwidth for one in (*shares, *ahead))

@@ -8,11 +8,11 @@ from torch import nn
 
 from shardbook.config import Precision, ZeroConfig
 from shardbook.errors import ConfigError
+from shardbook.ledger.counters import peak_resident_nbytes, resident_nbytes
 from shardbook.models.config import DecoderConfig
 from shardbook.models.decoder import Decoder
 from shardbook.train.baseline import PlainLoop
 from shardbook.train.compare import Comparison
-from shardbook.train.memory import AllocatorPeak, live_nbytes, peak_resident_nbytes, resident_nbytes
 from shardbook.train.optimizer import build_optimizer, build_scheduler
 from shardbook.train.settings import OptimizerSettings
 
@@ -136,21 +136,6 @@ def test_a_rank_without_the_plain_loop_still_reads_everything():
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_peak_of_a_step_is_base_and_what_was_allocated_within():
-    kept, other = torch.zeros(1 << 20), torch.zeros(1 << 18)
-    base = live_nbytes()
-    assert live_nbytes([other]) == base - other.nbytes
-    watch = AllocatorPeak(torch.device("cpu"))
-    assert watch.allocated is None
-    with watch.watch_step([other]):
-        first = torch.zeros(1 << 19)
-        del first
-        second = torch.zeros(1 << 18) + 1  # two at once
-    assert watch.allocated == pytest.approx(base - other.nbytes + 4 * (1 << 19), abs=1000)  # and the scalar
-    assert watch.reserved is None
-    del kept, second
 
 
 def test_resident_memory_is_the_process():

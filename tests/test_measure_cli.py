@@ -252,6 +252,8 @@ def test_a_compiled_model(tmp_path):
 @pytest.mark.skipif(find_spec("transformers") is None or find_spec("accelerate") is None, reason="transformers' Trainer needs accelerate")
 def test_a_trainer_of_transformers(tmp_path):
     text = """
+    import warnings
+    warnings.simplefilter("ignore")  # theirs
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -263,12 +265,15 @@ def test_a_trainer_of_transformers(tmp_path):
     code, _, stderr, document = measure(tmp_path, script(tmp_path, text))
     assert code == 0, stderr
     assert steps_of(document) == [1, 2]
-    assert_explained(document, "PARAM", "MOMENT", "GRAD", "ACTIVATION")
+    assert_explained(document, "PARAM", "MOMENT", "ACTIVATION")  # no GRAD: backward has hardly begun where activations are most
+    assert document.peak["PARAM"] == 4 * document.num_parameters
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_a_trainer_of_lightning(tmp_path):
     text = """
+    import warnings
+    warnings.simplefilter("ignore")  # theirs
     import lightning
     from torch.utils.data import DataLoader, TensorDataset
 

@@ -403,6 +403,33 @@ def test_the_default_bucket_is_the_one_or_two_gigabytes_that_it_is(stage, dtype,
         assert seen["step"].get("COMM", 0) == (expected if stage == 3 else 0)
 
 
+def steep_step(stage: int):
+    """A step of SGD whose gradient is much longer than 1, under DeepSpeed and alone."""
+    warnings.simplefilter("ignore")
+    plain = build()
+    (100 * plain(torch.ones(3, 6)).sum()).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = engines.deepspeed_config(f"deepspeed-{stage}", "fp32", {"reduce_bucket_size": 1000})
+    engine, *_ = engines.import_deepspeed().initialize(model=model, optimizer=optimizer, config=config)
+    engine.backward(100 * engine(torch.ones(3, 6)).sum())
+    engine.step()
+    return [parameter.detach().tolist() for parameter in plain.parameters()], [
+        parameter.detach().tolist() for parameter in model.parameters()
+    ]
+
+
+@pytest.mark.peers
+@pytest.mark.ranks
+@needs_deepspeed
+def test_deepspeed_trains_as_the_others_do_although_its_default_is_to_clip():
+    for ending in ranks.fresh_ranks(2, steep_step, 2):
+        assert ending.how == "value", ending.text
+        plain, under = ending.value
+        assert under == plain
+
+
 @needs_deepspeed
 def test_deepspeed_can_be_run_here():
     assert engines.not_run("deepspeed-3") is None

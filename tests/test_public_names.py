@@ -67,7 +67,7 @@ def test_fields_and_defaults(name):
 
 
 def test_an_unknown_name_says_what_there_is():
-    with pytest.raises(AttributeError, match=r"no attribute 'Zero'; it has Engine, "):
+    with pytest.raises(AttributeError, match=r"no attribute 'Zero'; it has BudgetError, Engine, "):
         _ = sb.Zero
 
 

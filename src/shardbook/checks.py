@@ -5,6 +5,7 @@ imports torch.
 """
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -190,3 +191,19 @@ def _is_positive(value: object) -> TypeGuard[int | float]:
 def refuse(what: str, allowed: str, remedy: str) -> NoReturn:
     """Raises the one fault there is."""
     raise ConfigError(f"{what}: allowed is {allowed}; {remedy}")
+
+
+SIZE_EXAMPLE = "8GiB"
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_nbytes(text: str) -> int | None:
+    """Bytes of a size as people write it; ``None``: it is none, or does not say which power it means.
+
+    >>> parse_nbytes("8GiB"), parse_nbytes("1.5 MB"), parse_nbytes("7G"), parse_nbytes("0B")
+    (8589934592, 1500000, None, None)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if found is None or found[2] not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]]) or None

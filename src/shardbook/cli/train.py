@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.console import Console
 
-from shardbook.document import write_atomically
+from shardbook.document import RunDocument, write_atomically
 from shardbook.errors import ConfigError
+from shardbook.report.console import shortage_table
 from shardbook.train.recipe import COMMAND_LINE, Recipe, Sourced, build_recipe, read_recipe
+from shardbook.train.settings import RUN_FILE
 from shardbook.train.text import read_text, split
 from shardbook.train.world import ALONE, World, find_world
 
@@ -54,6 +58,7 @@ _NAMES: Mapping[str, str] = {
     "out": "run.out",
     "port": "run.port",
     "device": "run.device",
+    "budget": "run.budget",
 }
 """Option to the dotted name of the recipe's value that it sets."""
 
@@ -87,6 +92,7 @@ class TrainOptions:
     out: Annotated[Path | None, _option("run.out", "folder for run.json", "PATH")] = None
     port: Annotated[int | None, _option("run.port", "of the ranks' rendezvous (default: a free one)", "PORT")] = None
     device: Annotated[str | None, _option("run.device", "auto, cpu or cuda", "NAME")] = None
+    budget: Annotated[str | None, _option("", "end the run, and say what was held, when a rank crosses it (default: none)", "8GiB")] = None
     json: Annotated[bool, _option("", "print run.json on stdout and everything else on stderr", "")] = False
 
     def given(self) -> dict[str, Sourced]:
@@ -143,6 +149,7 @@ def _check(recipe: Recipe, world: World | None) -> None:
 def _launch(recipe: Recipe, *, as_json: bool) -> int:
     from shardbook.train.launch import LaunchError, launch
 
+    began = time.time()
     try:
         return launch({"task": "train", "recipe": recipe.request(), "json": as_json}, ranks=recipe.run.ranks, port=recipe.run.port)
     except LaunchError as error:
@@ -151,7 +158,16 @@ def _launch(recipe: Recipe, *, as_json: bool) -> int:
             path = recipe.run.out / _FAILURE_FILE
             write_atomically(path, error.trace)
             where = f"; the whole traceback is in {path}"
+        _tell_shortage(recipe.run.out / RUN_FILE, began)
         return _fail(f"{error}{where}", error.exit_code)
+
+
+def _tell_shortage(path: Path, began: float) -> None:
+    """A rank that ran out of memory has written down what it knew."""
+    if path.is_file() and path.stat().st_mtime >= began:
+        document = RunDocument.from_json(path.read_text(encoding="utf-8"))
+        if document.shortage is not None:
+            Console(stderr=True, soft_wrap=True).print(shortage_table(document.shortage))
 
 
 def _fail(message: str, code: int = 1) -> int:

@@ -250,6 +250,11 @@ class Engine:
         """Units and their sizes, what is partitioned, who owns which piece, and the convention in force."""
         return describe.text(self._context, self._units)
 
+    @property
+    def transport(self) -> Transport:
+        """How this rank sends to the others, for who times it: all ranks must use it in the same way, between steps."""
+        return self._transport
+
     def structure(self) -> Structure:
         """Units, sizes, types, the group and the orders of use as plain data, which closed forms read."""
         return describe.structure(self._context, self._units, self._passes, has_stepped=self.num_steps > 0)

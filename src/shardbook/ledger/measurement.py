@@ -8,7 +8,7 @@ per operator. Whatever happens inside, what was seen until then can be had from 
 import os
 import time
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Literal, Self
 
 import torch
@@ -70,19 +70,23 @@ def measure(
 
 
 class Measurement:
-    """What :func:`measure` gives. Open it with ``with``; read it by :meth:`document`, also after an exception."""
+    """What :func:`measure` gives. Open it with ``with``; read it by :meth:`document`, also after an exception.
+
+    ``excluded`` are tensors of somebody else, that are neither measured nor booked; ``first_step`` is the number of the first step.
+    """
 
     _open_one: "Measurement | None" = None  # the profiler and the stack of dispatch modes are the process's own, so these can't nest
     _num_opened = 0
 
     def __init__(
         self,
-        model: nn.Module | None,
+        model: Any,
         optimizer: Optimizer | None,
         *,
         mode: Mode,
         budget: int | None = None,
         excluded: Iterable[Tensor] = (),
+        first_step: int = 1,
     ) -> None:
         _check(mode, budget)
         self.mode, self.budget = mode, budget
@@ -92,6 +96,7 @@ class Measurement:
         self.num_steps = 0
         self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
         self._given = model, optimizer
+        self._before_first = first_step - 1
         self._rank, self._num_ranks = 0, 1
         self._places, self._items = Places(), Items(self._book)
         self._watcher = Watcher(self._items, self._places, self._fail, self._move)
@@ -126,9 +131,8 @@ class Measurement:
         try:
             if error is not None:
                 self._note_end(error)
-            self._scan()
-            if changes := self._owners.changes():
-                self.notes.append(f"the model changed while it was measured: {changes}")
+            with suppress(Exception) if error is not None else nullcontext():  # a model that is half torn down must not hide why
+                self._look_once_more()
             self._stop(counts=self._stepped)
         finally:
             self._stack.close()
@@ -208,6 +212,11 @@ class Measurement:
             self._stack.enter_context(context)
             self._is_observed = True
 
+    def _look_once_more(self) -> None:
+        self._scan()
+        if changes := self._owners.changes():
+            self.notes.append(f"the model changed while it was measured: {changes}")
+
     def _note_end(self, error: BaseException) -> None:
         first = (str(error).strip() or "no message").splitlines()[0]
         self.notes.append(f"ended by {type(error).__name__}: {first}")
@@ -254,7 +263,7 @@ class Measurement:
                 num_ranks=self._num_ranks,
                 num_units=self._owners.num_units,
                 rank=self._rank,
-                step=self.num_steps + 1,
+                step=self._before_first + self.num_steps + 1,
                 phase=phase,
                 unit=unit,
                 account=account,
@@ -316,7 +325,7 @@ class Measurement:
         if counts:
             self._last_sent = self._sent_in_step
         if self.mode == "full":
-            self._log(self.num_steps if counts else 0)
+            self._log(self._before_first + self.num_steps if counts else 0)
         self._places.turn()
 
     def _log(self, number: int) -> None:

@@ -26,7 +26,7 @@ class Owners:
         self, model: Any, optimizer: Optimizer | None, places: Places, enter_root: Callable[[tuple[Any, ...], dict[str, Any]], None]
     ) -> None:
         self.models: list[Any] = []
-        self._known: list[dict[str, int]] = []
+        self._known: list[dict[str, tuple[int, int]]] = []
         self._passed: set[int] = set()
         self.optimizers = [] if optimizer is None else [optimizer]
         self.engine = "plain"
@@ -133,8 +133,12 @@ class Owners:
             now = _shape_of(model)
             faults += [f"added: {', '.join(sorted(now.keys() - before.keys()))}"] if now.keys() - before.keys() else []
             faults += [f"gone: {', '.join(sorted(before.keys() - now.keys()))}"] if before.keys() - now.keys() else []
-            resized = [name for name in sorted(now.keys() & before.keys()) if now[name] != before[name]]
-            faults += [f"of another shape: {', '.join(resized)}"] if resized else []
+            kept = sorted(now.keys() & before.keys())
+            resized = [name for name in kept if now[name][0] != before[name][0]]
+            faults += [f"of another size: {', '.join(resized)}"] if resized else []
+            if self.engine in ("plain", "ddp"):  # the others replace what a model is made of themselves
+                replaced = [name for name in kept if now[name][1] != before[name][1]]
+                faults += [f"replaced: {', '.join(replaced)}"] if replaced else []
         return "; ".join(faults)
 
     def _adopt(self, model: Any) -> None:
@@ -158,10 +162,10 @@ class Owners:
                 self._places.enter_late()
 
 
-def _shape_of(model: Any) -> dict[str, int]:
-    """Name to elements of each parameter, as it shows itself."""
+def _shape_of(model: Any) -> dict[str, tuple[int, int]]:
+    """Name to elements and ``id`` of each parameter, as it shows itself."""
     with shown():
-        return {name: parameter.numel() for name, parameter in module_of(model).named_parameters()}
+        return {name: (parameter.numel(), id(parameter)) for name, parameter in module_of(model).named_parameters()}
 
 
 def _innermost(optimizer: Any) -> Optimizer:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardbook.accounts import Account
-from shardbook.ledger.peers_naming import Found, Tree, attribute, class_names, local, tensors_in
+from shardbook.ledger.peers_naming import Found, Tree, attribute, class_names, local
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -63,20 +63,20 @@ def _name(param: Any, paths: dict[int, str]) -> str:
 
 
 def _of_param(unit: str, param: Any, name: str) -> Iterator[Found]:
-    gathered = [getattr(param, kind, None) for kind in ("all_gather_outputs", "_unsharded_inner_tensors", "_unsharded_param")]
-    whole = getattr(param, "_unsharded_param", None)
-    held = {
-        Account.PARAM: [getattr(param, "_sharded_param_data", None), local(param.sharded_param)],
-        Account.GATHERED: gathered,
-        Account.GRAD_FULL: [getattr(whole, "grad", None), getattr(param, "unsharded_accumulated_grad", None)],
-    }
-    if (smaller := getattr(param, "_sharded_post_forward_param_data", None)) is not None:
-        held[Account.GATHERED] = [*gathered, smaller]
-    for account, tensors in held.items():
-        for tensor in tensors_in(tensors):
-            yield account, name, unit, tensor
-    if (grad := param.sharded_param.grad) is not None:  # one storage for all parameters of the group, if nothing was added to it
+    sharded, whole = param.sharded_param, getattr(param, "_unsharded_param", None)
+    yield Account.PARAM, name, unit, getattr(param, "_sharded_param_data", sharded._local_tensor)  # with its padding
+    if (grad := sharded.grad) is not None:  # one storage for all parameters of the group, if nothing was added to it
         yield Account.GRAD, f"reduced gradients of {unit}", unit, local(grad)
+    for kind in ("all_gather_outputs", "_unsharded_inner_tensors"):
+        for tensor in getattr(param, kind, ()):
+            yield Account.GATHERED, name, unit, tensor
+    smaller = getattr(param, "_sharded_post_forward_param_data", None)  # where a group is released to fewer ranks
+    for tensor in (whole, smaller):
+        if tensor is not None:
+            yield Account.GATHERED, name, unit, local(tensor)
+    for grad in (getattr(whole, "grad", None), getattr(param, "unsharded_accumulated_grad", None)):
+        if grad is not None:
+            yield Account.GRAD_FULL, name, unit, local(grad)
 
 
 def _of_group(unit: str, group: Any) -> Iterator[Found]:

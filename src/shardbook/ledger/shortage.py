@@ -79,6 +79,9 @@ def _levers(situation: Situation) -> Iterator[Lever]:
         nbytes=held[Account.ACTIVATION] * (num_units - 1) // num_units,
         cost="about a third more compute; one unit's activations and the inputs of all stay",
     )
+    if (_stage(situation.engine) or 3) >= 1 and (situation.num_ranks > 1 or situation.engine == "fsdp2"):
+        state = held[Account.MASTER] + held[Account.MOMENT] + (held[Account.PARAM] if _stage(situation.engine) in (3, None) else 0)
+        yield Lever(name="twice as many ranks", nbytes=state // 2, cost="twice as many devices; each holds half the shards")
 
 
 def _sharding(situation: Situation, held: Mapping[Account, int]) -> Iterator[Lever]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
-from shardbook.events import Event, Mark, Traffic
+from shardbook.events import Booking, Event, Mark, Traffic
 from shardbook.ledger.reading import Reader
 
 MAX_EVENTS = 200_000
@@ -177,7 +177,8 @@ class Timeline:
         if num_steps < 1:
             raise ValueError(f"num_steps is {num_steps}; at least 1 step must be kept")
         self.rank = rank
-        self._clock = clock or HostClock()
+        self._clock: Clock = clock or HostClock()
+        self._stamp = self._clock.stamp
         # one step more than asked for: what the oldest one waits for was issued in the one before
         self._closed: deque[list[tuple[Event, Any]]] = deque(maxlen=num_steps + 1)
         self._open: list[tuple[Event, Any]] = []
@@ -187,13 +188,14 @@ class Timeline:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        if isinstance(event, (Mark, Traffic)):
-            if len(self._open) >= MAX_EVENTS:
-                self._open.clear()
-                self._is_over_full = True
-            self._open.append((event, self._clock.stamp(event)))
-            if isinstance(event, Mark) and event.name == "step" and event.edge == "end":
-                self._close_step()
+        if isinstance(event, Booking):
+            return
+        if len(self._open) >= MAX_EVENTS:
+            self._open.clear()
+            self._is_over_full = True
+        self._open.append((event, self._stamp(event)))
+        if isinstance(event, Mark) and event.name == "step" and event.edge == "end":
+            self._close_step()
 
     def _close_step(self) -> None:
         if self._is_over_full:  # what is left of it has no beginning

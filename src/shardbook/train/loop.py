@@ -4,24 +4,26 @@ Every rank runs the same calls; what only rank 0 does (the plain loop, the words
 """
 
 import math
-import platform
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardbook import Engine, StepReport, __version__
-from shardbook.document import RankMemory, RunDocument
-from shardbook.events import Event, Traffic
+from shardbook.document import RunDocument
+from shardbook.ledger.assemble import Part, document_of
+from shardbook.ledger.chrome import write_trace
 from shardbook.train.baseline import PlainLoop
+from shardbook.train.books import Books
 from shardbook.train.compare import Comparison
-from shardbook.train.memory import AllocatorPeak, peak_resident_nbytes
 from shardbook.train.optimizer import build_optimizer, build_scheduler
 from shardbook.train.prepare import build_batches, build_model, build_sharded_model, read_same_text
 from shardbook.train.recipe import Recipe
+from shardbook.train.settings import TRACE_FILE
 from shardbook.train.world import World
 
 _T = TypeVar("_T")
@@ -40,11 +42,9 @@ class Training:
         model, init = build_sharded_model(recipe, device)
         optimizer = build_optimizer(model.named_parameters(), recipe.optimizer)
         scheduler = build_scheduler(optimizer, recipe.optimizer, recipe.run.steps)
-        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.engine = Engine(model, optimizer, recipe.zero, scheduler=scheduler, init=init, device=device)
         self.comparison = Comparison(self.engine, compared, self._build_plain() if compared and world.rank == 0 else None)
-        self._allocator = AllocatorPeak(device)
-        self._traffic = Counted()
+        self.books = Books(self.engine, world.rank, recipe.run.budget, self._plain_tensors)
         self._losses: list[float | None] = []
         self._skipped: list[int] = []
         self._num_tokens, self._seconds = 0, 0.0
@@ -52,17 +52,13 @@ class Training:
     def step(self, step: int) -> StepReport:
         """Step ``step``, counted from 1: micro-batches forward and backward, the engine's step, then the plain loop's word."""
         start = time.perf_counter()
-        self._traffic.begin_step()
-        # From the second step on the optimizer's state is there, so that its peak is the peak of all.
-        watched = step == min(2, self.recipe.run.steps)
-        with self._allocator.watch_step(self._plain_tensors()) if watched else nullcontext():
+        with self.books.step(step):
             for micro in range(self.recipe.zero.accumulate):
                 loss_sum, num_tokens = self.engine(*self._micro(step, self.world.rank, micro))
                 self.engine.backward(loss_sum, weight=num_tokens)
                 del loss_sum, num_tokens
             report = self.engine.step()
             applied = report.applied
-        self._traffic.end_step()
         self._seconds += time.perf_counter() - start
         self._losses.append(report.loss if report.loss is not None and math.isfinite(report.loss) else None)
         self._num_tokens += int(report.weight)
@@ -86,42 +82,36 @@ class Training:
         return loss_sum / num_tokens if math.isfinite(loss_sum) and num_tokens else None
 
     def document(self, validation_loss: float | None) -> RunDocument:
-        """What there is to tell. Every rank calls it; rank 0's is whole."""
-        memory = RankMemory(
-            rank=self.world.rank,
-            peak_allocated=self._allocator.allocated,
-            peak_reserved=self._allocator.reserved,
-            peak_resident=peak_resident_nbytes(),
-            includes_baseline=self.world.rank == 0 and self.recipe.run.check_baseline > 0,
-        )
-        everyone = _gather((memory, self._traffic.total, self._traffic.of_step), self.world)
-        memories = tuple(found for found, _, _ in everyone)
-        return RunDocument(
-            peak={},
-            peak_phase="",
-            peak_allocated=max((found.peak_allocated for found in memories if found.peak_allocated is not None), default=None),
-            peak_reserved=max((found.peak_reserved for found in memories if found.peak_reserved is not None), default=None),
-            allocator=self._allocator.counter,
+        """What there is to tell, and the timelines beside it as ``trace.json``. Every rank calls it; rank 0's is whole."""
+        parts = _gather(self.books.part(self.device), self.world)
+        timelines, times, waits = self.books.times(self.device)
+        if self.world.rank == 0:
+            write_trace(self.recipe.run.out / TRACE_FILE, timelines)
+        return replace(self._document(parts, ()), validation_loss=validation_loss, times=times, exposed=waits)
+
+    def document_of_shortage(self) -> RunDocument | None:
+        """What this rank knew when its memory ran out; None: it did not. No other rank is asked."""
+        if self.books.shortage is None:
+            return None
+        return self._document([self.books.part(self.device)], [f"memory ran out on rank {self.world.rank}: of this rank alone"])
+
+    def _document(self, parts: Sequence[Part], notes: Sequence[str]) -> RunDocument:
+        """What the ranks have measured, and what the training knows of itself."""
+        found = document_of(parts, notes)
+        compared = self.recipe.run.check_baseline > 0
+        return replace(
+            found,
             convention=self.recipe.zero.precision.describe(),
-            num_parameters=self._num_parameters,
             settings=self.recipe.dump(),
-            versions={"shardbook": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            versions={"shardbook": __version__, **found.versions},
             data=self.text.describe(),
             losses=tuple(self._losses),
-            validation_loss=validation_loss,
             skipped_steps=tuple(self._skipped),
             num_tokens=self._num_tokens,
             seconds=self._seconds,
-            sent_nbytes=tuple(total for _, total, _ in everyone),
-            sent_nbytes_per_step=max(of_step for _, _, of_step in everyone),
-            memory=memories,
+            memory=tuple(replace(memory, includes_baseline=memory.rank == 0 and compared) for memory in found.memory),
             baseline=self.comparison.verdict(),
         )
-
-    def observe(self, event: Event) -> None:
-        """Counts what this rank sends."""
-        if isinstance(event, Traffic):
-            self._traffic.add(event.sent_nbytes)
 
     def _micro(self, step: int, rank: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = self._batches.micro(step - 1, rank, micro, self.world.num_ranks)
@@ -147,24 +137,6 @@ class Training:
         ranks, micro = range(self.world.num_ranks), range(self.recipe.zero.accumulate)
         batches = [[self._micro(step, r, j) for j in micro] for r in ranks] if self.comparison.plain else []
         self.comparison.after(step, batches, report)
-        if self.comparison.plain is None and step == self.recipe.run.check_baseline:
-            self._allocator.restart()
-
-
-class Counted:
-    """Bytes that one rank sent: in all, and in the last step alone, without what validation and comparison gather."""
-
-    def __init__(self) -> None:
-        self.total = self.of_step = self._before = 0
-
-    def begin_step(self) -> None:
-        self._before = self.total
-
-    def end_step(self) -> None:
-        self.of_step = self.total - self._before
-
-    def add(self, nbytes: int) -> None:
-        self.total += nbytes
 
 
 @contextmanager
@@ -172,7 +144,7 @@ def open_training(recipe: Recipe, world: World, device: torch.device) -> Generat
     """A :class:`Training` that counts what it sends, and whose engine is closed whatever happens."""
     training = Training(recipe, world, device)
     try:
-        with training.engine.observe(training.observe):
+        with training.engine.observe(training.books.observe):
             yield training
     finally:
         training.engine.close()

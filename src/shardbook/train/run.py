@@ -10,10 +10,9 @@ from shardbook.document import RunDocument, write_atomically
 from shardbook.train.devices import choose_device, process_group
 from shardbook.train.loop import open_training
 from shardbook.train.recipe import Recipe, Sourced, build_recipe
+from shardbook.train.settings import RUN_FILE
 from shardbook.train.terminal import EngineWords, Reporter
 from shardbook.train.world import ALONE, World, find_world
-
-RUN_FILE = "run.json"
 
 
 def run_request(request: Mapping[str, Mapping[str, Any]], *, as_json: bool) -> int:
@@ -32,9 +31,14 @@ def run(recipe: Recipe, world: World, *, as_json: bool) -> int:
         ranks = f"{world.num_ranks} on {device.type}, backend {backend}, started by {world.started_by}"
         reporter.begin({"data": training.text.describe(), "ranks": ranks, "engine": _summary(training.engine.describe())})
         training.comparison.start()
-        with reporter.progress():
-            for step in range(1, recipe.run.steps + 1):
-                reporter.step(step, training.step(step), device)
+        try:
+            with reporter.progress():
+                for step in range(1, recipe.run.steps + 1):
+                    reporter.step(step, training.step(step), device)
+        except Exception:
+            if (document := training.document_of_shortage()) is not None:
+                write_atomically(recipe.run.out / RUN_FILE, document.to_json())
+            raise
         document = training.document(training.validate())
     if world.rank == 0:
         _finish(recipe, reporter, document)

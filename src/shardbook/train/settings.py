@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardbook.checks import Check
+from shardbook.checks import SIZE_EXAMPLE, Check, parse_nbytes
+
+RUN_FILE = "run.json"
+"""What a run writes into its folder: the document, and"""
+TRACE_FILE = "trace.json"
+"""the timeline of its last steps, as Chrome and Perfetto open it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,7 @@ class RunSettings:
         out: folder for ``run.json``.
         port: of the rendezvous on this machine; ``None`` is a free one.
         device: ``"auto"`` is CUDA where every local rank has a device of its own, else the CPU.
+        budget: bytes that a rank's books may hold, as a number or as ``"8GiB"``; more ends the run and says why. ``None``: no limit.
     """
 
     steps: int = 60
@@ -113,6 +119,7 @@ class RunSettings:
     out: Path = Path("runs/train")
     port: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         check = Check(self)
@@ -123,6 +130,10 @@ class RunSettings:
         check.integer("port", least=1, remedy="leave it out for a free port", optional=True)
         check.path("out")
         check.choice("device", ("auto", "cpu", "cuda"))
+        if isinstance(self.budget, str) and (nbytes := parse_nbytes(self.budget)) is not None:
+            object.__setattr__(self, "budget", nbytes)
+        elif self.budget is not None and (not isinstance(self.budget, int) or self.budget < 1):
+            check.add("budget", self.budget, f"a number of bytes, or a size such as {SIZE_EXAMPLE}", "leave it out for no limit")
         check.done()
         if self.port is not None and self.port > 65535:
             check.add("port", self.port, "a port from 1 to 65535", "leave it out for a free port")

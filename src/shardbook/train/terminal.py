@@ -15,7 +15,8 @@ from rich.table import Table
 
 from shardbook import StepReport
 from shardbook.document import RunDocument
-from shardbook.train.memory import resident_nbytes
+from shardbook.ledger.counters import resident_nbytes
+from shardbook.tables.reconciliation import reconciliation_table
 from shardbook.train.recipe import DEFAULT, Recipe
 
 _LINES = 12
@@ -70,6 +71,7 @@ class Reporter:
         if self._as_json:
             print(document.to_json(), end="", flush=True)
         self._console.print(result_table(document, path))
+        self._console.print(reconciliation_table(document))
         if document.baseline is not None:
             same = f"[green]bit-identical for {document.baseline.steps} steps[/]"
             words = same if document.baseline.identical else f"[red]first differs at[/] {escape(document.baseline.difference or '')}"

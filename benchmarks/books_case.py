@@ -35,7 +35,6 @@ SEQUENCE = 256
 GPT = models.GPTConfig()
 LLAMA = DecoderConfig(vocab=8192, layers=8, width=448, heads=8, kv_heads=2, ffn=1216)
 WIDE_VOCABULARY = models.GPTConfig(layers=4, width=256, heads=4, vocab=32768)
-FEW_TOKENS = models.GPTConfig(sequence=32)
 SMALL = models.GPTConfig(layers=6, width=256, heads=4, vocab=2048, sequence=64)
 OVERSIZED, OVERSIZED_FACTOR = 3, 8
 """Of the shape ``oversized``: the block, and how many times as wide its MLP is."""
@@ -43,8 +42,16 @@ OVERSIZED, OVERSIZED_FACTOR = 3, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``engine``: a name of :mod:`benchmarks.engines`, ``plain`` (fused) or ``plain-foreach`` (one rank), ``ddp-copies`` (gradients
-    beside the buckets)."""
+    """One run.
+
+    Args:
+        engine: a name of :mod:`benchmarks.engines`, ``plain`` (fused AdamW) or ``plain-foreach`` (both on one rank), or ``ddp-copies``
+            (gradients beside the buckets).
+        dtype: what is computed in.
+        micro_batch: sequences of each rank.
+        shape: ``gpt`` or ``wide vocabulary``; ``llama``, for shardbook's engines; ``small``, and what is made of it: ``hiding`` (memory
+            that no tensor has) and ``oversized`` (one block is wider).
+    """
 
     engine: str
     dtype: Dtype = "fp32"
@@ -142,7 +149,7 @@ def build(case: Case) -> tuple[engines.Contender, Callable[[int], tuple[Tensor, 
     """The engine, and the batch of each step."""
     if case.shape == "llama":
         return _llama(case), lambda step: _tokens(LLAMA.vocab, case.micro_batch, step)
-    config = {"gpt": GPT, "wide vocabulary": WIDE_VOCABULARY, "few tokens": FEW_TOKENS}.get(case.shape, SMALL)
+    config = {"gpt": GPT, "wide vocabulary": WIDE_VOCABULARY}.get(case.shape, SMALL)
     with _shaped(case.shape):
         contender = _plain(case, config) if case.engine.startswith("plain") else _engine(case, config)
     return contender, lambda step: models.batch(config, case.micro_batch, rank=dist.get_rank(), step=step)

@@ -165,7 +165,9 @@ def look_ahead_rows(figures: Sequence[Figures], reached: float) -> list[str]:
     point = enough(figures)
     later = figures[figures.index(point) + 1 :]
     said = f"Beyond `ahead={point.name}` ({point.seconds * 1e3:.1f} ms) looking further buys nothing"
-    if later:
+    if not later:
+        said = f"Looking further ahead still paid at `ahead={point.name}` ({point.seconds * 1e3:.1f} ms), the furthest that was tried"
+    else:
         best = min(later, key=lambda one: one.seconds)
         said += f": the best after it, `ahead={best.name}`, takes {best.seconds * 1e3:.1f} ms, and a gain counts from {GAIN:.0%}"
     return [*head, *rows, "", f"{said}."]

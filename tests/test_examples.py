@@ -29,7 +29,7 @@ def test_does_the_peak_divide():
     # the persistent state divides but for padding and step counters; the peak doesn't
     for each in (two, eight):
         exact = (one["persistent"] - one["padding"]) / each["num_ranks"]
-        assert exact < each["persistent"] < 1.1 * exact
+        assert 0.99 * exact < each["persistent"] < 1.1 * exact
     assert eight["peak"] > 2 * one["peak"] / 8
     # what belongs to the micro-batch, to the unit in use and to the module is on each rank as on one
     for account in ("ACTIVATION", "BUFFER", "INPUT"):

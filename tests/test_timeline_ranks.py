@@ -192,3 +192,25 @@ def test_bandwidth_is_bytes_sent_by_time() -> None:
         assert slowed == pytest.approx(0.75 * (1 << 20) / 0.1, rel=0.3)  # three of four shards of a MiB, in a tenth of a second
         assert quick > slowed
     assert bandwidth(type("Alone", (), {"num_ranks": 1, "header_numel": 0})(), 1000) is None
+
+
+def clock_offset() -> tuple[float, float]:
+    """As if each rank were a host of its own, and rank 1's clock ten seconds behind."""
+    import torch.distributed as dist
+
+    from shardbook.ledger import clocks
+
+    own, behind = clocks._host, 10.0 if dist.get_rank() == 1 else 0.0
+    same = clocks.offset()
+    clocks._host = lambda: f"host {dist.get_rank()}"  # type: ignore[assignment]
+    clocks.perf_counter = lambda: time.perf_counter() - behind  # type: ignore[assignment]
+    try:
+        return same, clocks.offset()
+    finally:
+        clocks._host, clocks.perf_counter = own, time.perf_counter  # type: ignore[assignment]
+
+
+def test_clocks_of_several_hosts_are_compared_and_those_of_one_are_not() -> None:
+    found = ranks.call(3, clock_offset)
+    assert [same for same, _ in found] == [0.0] * 3
+    assert [apart for _, apart in found] == pytest.approx([0.0, 10.0, 0.0], abs=0.02)

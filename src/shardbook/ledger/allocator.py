@@ -19,6 +19,8 @@ from torch._C._profiler import RecordScope
 from torch.autograd.profiler import profile
 from torch.profiler import ProfilerActivity
 
+from shardbook.ledger.silence import quieten, without_remarks
+
 CPU_COUNTER = "live tensors at the beginning, and the profiler's record of every allocation and free since"
 CUDA_COUNTER = "torch.cuda.max_memory_allocated"
 _CALIBRATION_NBYTES = 77_777
@@ -49,14 +51,28 @@ class CpuRecords:
     and the new parameters of a step travel on into the next one.
     """
 
+    def __init__(self) -> None:
+        self._profiler: Any = None
+
     def start(self) -> None:
         """From now on everything is recorded."""
+        if self._profiler is None:
+            self._start_first()
+        self._start()
+        self._calibrations = [_allocate_for_calibration() for _ in range(_NUM_CALIBRATIONS)]
+
+    def _start_first(self) -> None:
         native: Any = torch._C
         self._profiler = native._autograd  # the scopes are in no public function, and in no stub
+        with without_remarks():
+            self._start()
+            self._profiler._disable_profiler()
+        quieten()
+
+    def _start(self) -> None:
         config = profile(use_cpu=True, profile_memory=True).config(create_trace_id=True)
         self._profiler._prepare_profiler(config, {ProfilerActivity.CPU})
         self._profiler._enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.STATIC_RUNTIME_MODEL})
-        self._calibrations = [_allocate_for_calibration() for _ in range(_NUM_CALIBRATIONS)]
 
     def stop(self) -> list[Change]:
         """What was recorded since :meth:`start`, in order."""

@@ -52,6 +52,7 @@ class Items:
         self.live: dict[int, Item] = {}
         self.recent: list[Item] = []
         self.gathered: list[Item] = []  # in accounts whose storages are emptied and filled again
+        self.unclaimed: dict[int, Item] = {}  # older than the books, and nobody's so far
 
     def find(self, tensor: Tensor) -> Item | None:
         """The item of a tensor's storage."""
@@ -70,6 +71,31 @@ class Items:
             if item.is_of(storage) and item.nbytes == nbytes:
                 return item
             self.close(item)  # its memory went without a word, and this is another's
+        if not storage.resizable():
+            return None  # numpy's memory, or shared between processes: no allocator of torch has it
+        return self._see_first(tensor, storage, account, place, name)
+
+    def take_older(self, tensor: Tensor, storage: torch.UntypedStorage, name: str) -> Item:
+        """The item of a storage that was there before the books were opened."""
+        item = self._see_first(tensor, storage, Account.UNACCOUNTED, ("before", ""), name)
+        self.unclaimed[item.address] = item
+        return item
+
+    def touch(self, tensor: Tensor, account: Account, name: str) -> None:
+        """An operator uses a tensor: if it is older than the books and nobody's, it is the loop's."""
+        storage = storage_of(tensor)
+        item = None if storage is None else self.unclaimed.get(storage.data_ptr())
+        if item is not None:
+            self.know(item, account, name)
+
+    def hang(self, tensor: Tensor) -> None:
+        """It hangs on a model: older and in no account, but not somebody else's."""
+        storage = storage_of(tensor)
+        if storage is not None:
+            self.unclaimed.pop(storage.data_ptr(), None)
+
+    def _see_first(self, tensor: Tensor, storage: torch.UntypedStorage, account: Account, place: tuple[str, str], name: str) -> Item:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
         phase, unit = place
         item = Item(address, nbytes, account, unit, name, phase)
         item.shape, item.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -79,6 +105,7 @@ class Items:
     def know(self, item: Item, account: Account, name: str = "", unit: str = "") -> None:
         """Move an item to the account it turns out to belong to."""
         if item.account is not account:
+            self.unclaimed.pop(item.address, None)
             self._tell(item, -1)
             item.account = account
             item.unit = unit or item.unit
@@ -93,6 +120,8 @@ class Items:
             item.reference = None
             if self.live.get(item.address) is item:
                 del self.live[item.address]
+            if self.unclaimed.get(item.address) is item:
+                del self.unclaimed[item.address]
             self._tell(item, -1)
 
     def book(self, booking: Booking) -> None:

@@ -5,10 +5,12 @@ In ``full`` mode every operator is seen and every allocation recorded; ``light``
 per operator. Whatever happens inside, what was seen until then can be had from ``document()``.
 """
 
+import gc
 import os
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -182,6 +184,8 @@ class Measurement:
         if self.mode == "full":
             self._take_base()
             self._scan()
+            for tensor in self._owners.attributes():
+                self._items.hang(tensor)
             self._stack.enter_context(self._watcher.saving())
             self._stack.enter_context(self._watcher)
         self._start()
@@ -197,9 +201,10 @@ class Measurement:
 
     def _take_base(self) -> None:
         self._records = records_of(self._device)
-        for address, (tensor, _) in live_storages(self._device).items():
+        gc.collect()  # what is only waiting to be collected is nobody's
+        for address, (tensor, storage) in live_storages(self._device).items():
             if address not in self._excluded:
-                self._items.see(tensor, Account.UNACCOUNTED, ("before", ""), _OLDER)
+                self._items.take_older(tensor, storage, _OLDER)
         base = dict(self._items.live)
         self._base = sum(item.nbytes for item in base.values())
         unknown = max(0, torch.cuda.memory_allocated(self._device) - self._base) if self._device.type == "cuda" else 0
@@ -339,12 +344,21 @@ class Measurement:
         if not self._logs or peak.nbytes > self._highest.peak.nbytes:
             self._logs = {number: log}
 
+    def _note_apart(self, count: int, nbytes: int) -> None:
+        note = f"{count} tensors of this process, {nbytes:,} bytes, are older than the measurement and had no part in it: in no figure"
+        if note not in self.notes:
+            self.notes.append(note)
+
     @property
     def _highest(self) -> StepLog:
         return next(iter(self._logs.values()))
 
     def _summarise(self) -> assemble.Part:
-        peak = self._highest.peak.nbytes if self._logs else None
+        apart = set(self._items.unclaimed.values())
+        apart_nbytes = sum(item.nbytes for item in apart)
+        if apart:
+            self._note_apart(len(apart), apart_nbytes)
+        peak = self._highest.peak.nbytes - apart_nbytes if self._logs else None
         found = counters(self._device, peak)
         return assemble.Part(
             rank=self._rank,
@@ -355,9 +369,9 @@ class Measurement:
             seconds=self._seconds / 1e9,
             counters=found,
             sampled=self._sampled,
-            reconciliation=reconcile(self._highest, self._rank, self._base) if self._logs else None,
-            curve=curve(self._highest, self._rank) if self._logs else None,
-            steps=tuple(self._steps),
+            reconciliation=reconcile(self._highest, self._rank, self._base - apart_nbytes, apart) if self._logs else None,
+            curve=curve(self._highest, self._rank, apart) if self._logs else None,
+            steps=tuple(replace(step, peak_allocated=step.peak_allocated - apart_nbytes) for step in self._steps),
             timeline=self._timeline.record() if self._is_observed else None,
             sent_nbytes=self._sent,
             sent_nbytes_per_step=getattr(self, "_last_sent", 0),

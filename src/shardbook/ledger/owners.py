@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -14,6 +14,7 @@ from shardbook.events import Observer
 from shardbook.ledger.allocator import shown
 from shardbook.ledger.items import Items
 from shardbook.ledger.peers import Holding, engine_of, holdings, module_of
+from shardbook.ledger.peers_naming import tensors_in
 from shardbook.ledger.places import Places
 
 _REDUCING = ("fsdp2", "deepspeed", "shardbook")
@@ -81,6 +82,14 @@ class Owners:
         for optimizer in self.optimizers:
             for model in self.models or (None,):
                 yield from holdings(model, optimizer)
+
+    def attributes(self) -> Iterator[Any]:
+        """Tensors that hang on the models' modules without being parameters or buffers."""
+        for model in self.models:
+            for module in module_of(model).modules():
+                for name, value in vars(module).items():
+                    if not name.startswith("_") and isinstance(value, (Tensor, list, tuple, dict)):
+                        yield from tensors_in(value)
 
     def sampled(self) -> dict[str, int]:
         """Account to bytes held now, by looking alone."""

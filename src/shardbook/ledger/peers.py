@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardbook.accounts import Account
 from shardbook.ledger import peers_deepspeed, peers_fsdp2, peers_shardbook
-from shardbook.ledger.peers_naming import Found, Tree, class_names, local, tensors_in, unit_of
+from shardbook.ledger.peers_naming import Found, Tree, class_names, local, parts, tensors_in, unit_of
 
 _ORDER = {
     account: place
@@ -91,13 +91,14 @@ def holdings(model: Any, optimizer: Any) -> Iterator[Holding]:
     held: list[Holding] = []
     with torch._C.DisableTorchFunctionSubclass():  # a sharded parameter's guard would refuse to show its storage
         for account, name, unit, tensor in sorted(_found(model, optimizer), key=_order):
-            if tensor.is_meta or tensor.layout is not torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in claimed and storage.nbytes():
-                claimed.add(key)
-                held.append(Holding(account=account, name=name, unit=unit, tensor=tensor))
+            for part in (tensor,) if tensor.layout is torch.strided else parts(tensor):
+                if part.is_meta or part.layout is not torch.strided:
+                    continue
+                storage = part.untyped_storage()
+                key = storage._cdata
+                if key not in claimed and storage.nbytes():
+                    claimed.add(key)
+                    held.append(Holding(account=account, name=name, unit=unit, tensor=part))
     return iter(held)
 
 
@@ -135,8 +136,9 @@ def _parameters(tree: Tree, managed: set[int]) -> Iterator[Found]:
         unit = unit_of(name)
         yield Account.PARAM, name, unit, local(parameter)
         if (grad := parameter.grad) is not None:
-            shares = grad.untyped_storage().nbytes() > grad.nbytes  # DDP's bucket, where gradients are views of it
-            yield Account.GRAD, f"bucket of {name} and others" if shares else name, "root" if shares else unit, local(grad)
+            mine = local(grad)
+            shares = mine.layout is torch.strided and mine.untyped_storage().nbytes() > mine.nbytes  # DDP's bucket: they are views of it
+            yield Account.GRAD, f"bucket of {name} and others" if shares else name, "root" if shares else unit, mine
 
 
 def _buffers(tree: Tree | None) -> Iterator[Found]:

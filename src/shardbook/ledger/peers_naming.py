@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardbook.accounts import Account
@@ -30,7 +31,12 @@ class Tree:
 
 def class_names(thing: Any) -> tuple[str, ...]:
     """Names of the class and those that it inherits from: how an engine is known without importing it."""
-    return tuple(kind.__name__ for kind in type(thing).__mro__)
+    return _names_of(type(thing))
+
+
+@lru_cache(maxsize=4096)
+def _names_of(kind: type) -> tuple[str, ...]:
+    return tuple(base.__name__ for base in kind.__mro__)
 
 
 @lru_cache(maxsize=65536)
@@ -51,6 +57,15 @@ def unit_of(name: str) -> str:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a distributed tensor; any other as it is."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a sparse one is made of; any other alone."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return (tensor,)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ without being its result is that operator's temporary: the allocator saw it, and
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardbook import document
@@ -147,15 +147,17 @@ class Held:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads one step's log: which operator ran when, and what each block was."""
+    """Reads one step's log: which operator ran when, and what each block was; ``apart``: items that are left out."""
 
     log: StepLog
+    apart: Collection[Item] = ()
     blocks: list[Block] = field(default_factory=list[Block])
     _begins: list[int] = field(default_factory=list[int])
     _staging: list[Operator] = field(default_factory=list[Operator])
 
     def __post_init__(self) -> None:
-        self.blocks = blocks_of(self.log)
+        self.apart = set(self.apart)
+        self.blocks = [block for block in blocks_of(self.log) if not self.apart.intersection(block.items)]
         self._begins = [operator.begin for operator in self.log.operators]
         self._staging = [operator for operator in self.log.operators if operator.staged]
 
@@ -197,13 +199,14 @@ class Reader:
 
     def overstated(self, instant: int) -> int:
         """Bytes of items that live at an instant in no block."""
-        matched = {id(item) for block in self.blocks if block.allocated <= instant < (block.freed or _FOREVER) for item in block.items}
-        return sum(item.nbytes for item in self.log.items if item.born <= instant < (item.died or _FOREVER) and id(item) not in matched)
+        matched = {item for block in self.blocks if block.allocated <= instant < (block.freed or _FOREVER) for item in block.items}
+        live = {item for item in self.log.items if item.born <= instant < (item.died or _FOREVER)}
+        return sum(item.nbytes for item in live - matched - set(self.apart))
 
 
-def reconcile(log: StepLog, rank: int, base: int) -> document.Reconciliation:
-    """The books beside the allocator at the peak of a step."""
-    reader, instant = Reader(log), log.peak.instant
+def reconcile(log: StepLog, rank: int, base: int, apart: Collection[Item] = ()) -> document.Reconciliation:
+    """The books beside the allocator at the peak of a step. ``apart``: items of somebody else, that live throughout."""
+    reader, instant = Reader(log, apart), log.peak.instant
     books: defaultdict[str, int] = defaultdict(int)
     items: list[document.Item] = []
     for block, held in reader.at(instant):
@@ -219,7 +222,7 @@ def reconcile(log: StepLog, rank: int, base: int) -> document.Reconciliation:
         phase="between" if place is None else place.phase,
         unit="" if place is None else place.unit,
         operator="" if running is None else running.name,
-        allocated=log.peak.nbytes,
+        allocated=log.peak.nbytes - sum(item.nbytes for item in apart),
         base=base,
         books={str(account): books[account] for account in Account if books[account] or account is Account.UNACCOUNTED},
         overstated=reader.overstated(instant),
@@ -249,9 +252,9 @@ def _item(block: Block, held: Held, reader: Reader) -> document.Item:
     )
 
 
-def curve(log: StepLog, rank: int, num_points: int = 400) -> document.Curve:
+def curve(log: StepLog, rank: int, apart: Collection[Item] = (), num_points: int = 400) -> document.Curve:
     """Memory over the step, account by account; of each stretch of time, the instant with most."""
-    reader = Reader(log)
+    reader = Reader(log, apart)
     edges: list[tuple[int, str, int]] = []
     for block in reader.blocks:
         edges += _edges(reader, block)

@@ -116,9 +116,10 @@ class Watcher(TorchDispatchMode):
                 self._note(item, place)
         if place[0] == "backward":
             self._see_backward(name, args)
-        elif place[0] == "between":
-            for tensor in _tensors(args):  # what the loop reads to make its batches
-                self._items.see(tensor, Account.INPUT, place, "read outside of the model")
+        if self._items.unclaimed:  # what the loop makes its batches of, or the model reads as it would a buffer
+            account = Account.INPUT if place[0] == "between" else Account.BUFFER
+            for tensor in _tensors(args):
+                self._items.touch(tensor, account, "read by the loop" if place[0] == "between" else "read by the model")
 
     def _claim(self, told: Place, args: Any, kwargs: Any, result: Any, seen: tuple[tuple[str, str], str]) -> None:
         """What an operator says of one argument, where nobody has said anything yet."""

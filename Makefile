@@ -7,7 +7,7 @@ PEERS := .venv-peers/bin
 PEERS_STAMP := .venv-peers/.installed
 PEER_PINS := -c constraints.txt -c benchmarks/constraints-peers.txt
 
-.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine clean
+.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books clean
 
 help:
 	@echo "make demo             train a small decoder on real text: two ranks, ZeRO-3, a plain loop beside it"
@@ -17,6 +17,7 @@ help:
 	@echo "make peers            .venv-peers: the engines that shardbook is compared with (DeepSpeed, Lightning, transformers, accelerate)"
 	@echo "make test-peers       the tests that need them"
 	@echo "make evidence-engine  the figures that take too long for the suite, written to docs/evidence/"
+	@echo "make evidence-books   the same of books and measurement; with DeepSpeed's where make peers was run"
 
 setup: $(STAMP)
 
@@ -61,6 +62,9 @@ format: $(STAMP)
 
 evidence-engine: $(STAMP)
 	$(BIN)/python -m benchmarks.evidence_engine
+
+evidence-books: $(STAMP)
+	$(BIN)/python -m benchmarks.evidence_books
 
 clean:
 	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis build dist

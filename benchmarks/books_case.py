@@ -1,6 +1,6 @@
 """One measured run: an engine, a type, a model, a micro-batch, and the run document that :func:`shardbook.measure` makes of it.
 
-    documents(cases)      by case; each engine in processes of its own, DeepSpeed's in an environment of its own
+    documents(cases)      by case; each engine in processes of its own, DeepSpeed's also in an environment of its own
     python -m benchmarks.books_case OUT CASES     the same where it runs, as JSON; what the other environment is started with
 
 A run takes a few steps: optimizer state is made in the first one, orders of looking ahead and DDP's buckets are settled after it.
@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,27 +83,26 @@ def not_run(case: Case) -> str | None:
     return None
 
 
+_measured: dict[Case, Outcome] = {}
+"""Sections share runs."""
+
+
 def documents(cases: Iterable[Case]) -> dict[Case, Outcome]:
-    """What was measured, by case. Cases of one engine share processes, but DeepSpeed's: it changes torch for its whole process."""
-    found: dict[Case, Outcome] = {}
+    """What was measured, by case; nothing is measured twice. All cases of an engine that are asked for together share processes."""
+    wanted = tuple(dict.fromkeys(cases))
     by_engine: dict[str, list[Case]] = {}
-    for case in dict.fromkeys(cases):
+    for case in wanted:
         if (why := not_run(case)) is not None:
-            found[case] = NotRun(reason=why)
-        else:
-            by_engine.setdefault(f"{case}" if case.is_peer else case.engine, []).append(case)
-    for group in by_engine.values():
-        found.update(zip(group, _group(tuple(group)), strict=True))
-    return found
+            _measured[case] = NotRun(reason=why)
+        elif case not in _measured:
+            by_engine.setdefault(case.engine, []).append(case)
+    for together in by_engine.values():
+        found = _elsewhere(together) if together[0].is_peer else [RunDocument.from_json(text) for text in here(together)]
+        _measured.update(zip(together, found, strict=True))
+    return {case: _measured[case] for case in wanted}
 
 
-@cache
-def _group(cases: tuple[Case, ...]) -> list[Outcome]:
-    """Sections share runs."""
-    return _elsewhere(cases) if cases[0].is_peer else [RunDocument.from_json(text) for text in here(cases)]
-
-
-def _elsewhere(cases: tuple[Case, ...]) -> list[Outcome]:
+def _elsewhere(cases: Sequence[Case]) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "documents.json"
         command = [str(PEERS), "-m", "benchmarks.books_case", str(out), json.dumps([asdict(case) for case in cases])]
@@ -115,12 +113,12 @@ def _elsewhere(cases: tuple[Case, ...]) -> list[Outcome]:
         return [RunDocument.from_json(text) for text in json.loads(out.read_text())]
 
 
-def here(cases: tuple[Case, ...]) -> list[str]:
+def here(cases: Sequence[Case]) -> list[str]:
     """Documents as JSON, from new processes of this environment."""
     return ranks.run(cases[0].num_ranks, measure_all, cases)[0]
 
 
-def measure_all(cases: tuple[Case, ...]) -> list[str]:
+def measure_all(cases: Sequence[Case]) -> list[str]:
     """Every rank of a group calls it."""
     found: list[str] = []
     for case in cases:
@@ -266,7 +264,7 @@ def unaccounted(document: RunDocument) -> float:
 def main() -> None:
     out, given = Path(sys.argv[1]), json.loads(sys.argv[2])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    out.write_text(json.dumps(here(tuple(Case(**values) for values in given))), encoding="utf-8")
+    out.write_text(json.dumps(here([Case(**values) for values in given])), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,27 +12,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from benchmarks import books_cost, books_delays, interposed, ranks, sweeps
-from benchmarks.books_case import (
-    GPT,
-    HIDDEN_NBYTES,
-    HIDING,
-    LLAMA,
-    OVERSIZED,
-    OVERSIZED_FACTOR,
-    SEQUENCE,
-    WIDE_VOCABULARY,
-    Case,
-    NotRun,
-    documents,
-    unaccounted,
-    worst,
-)
+from benchmarks.books_case import GPT, LLAMA, SEQUENCE, Case, NotRun, documents, unaccounted, worst
+from benchmarks.books_facts import BUCKETS, DTYPES, fact_cases, facts, hidden, hiding_cases, not_run_lines
 from benchmarks.engines import Dtype
 from benchmarks.evidence_engine import Section, prose, table, write
 from benchmarks.measure import MIB
@@ -43,9 +30,7 @@ ACCOUNTS = ("PARAM", "MASTER", "MOMENT", "GRAD", "GATHERED", "GRAD_FULL", "COMM"
 OWN_BOUNDS: dict[Dtype, float] = {"fp32": 0.001, "bf16": 0.01}
 PEER_BOUND = 0.01
 FULL_BOUND, LIGHT_BOUND, OFF_BOUND = 1.3, 1.03, 1.01
-DTYPES: tuple[Dtype, ...] = ("fp32", "bf16")
 STAGES = (0, 1, 2, 3)
-_BUCKETS = tuple(Case(engine=f"deepspeed-{stage}", dtype=dtype) for stage in (1, 2, 3) for dtype in DTYPES)
 
 
 # ---- 1. unaccounted ---------------------------------------------------------------------------------------------------------
@@ -69,9 +54,10 @@ def peer_cases(*, quick: bool) -> list[Case]:
     if quick:
         return [Case(engine=name, shape="small") for name in ("plain", "ddp", "ddp-copies", "fsdp2", "fsdp2-keep", "deepspeed-3-small")]
     names = ("plain", "ddp", "ddp-copies", "fsdp2", "fsdp2-keep")
-    usual = [Case(engine=name, dtype=dtype, micro_batch=size) for name in names for dtype in DTYPES for size in (1, 4)]
+    settings: tuple[tuple[Dtype, int], ...] = (("fp32", 1), ("fp32", 4), ("bf16", 1))
+    usual = [Case(engine=name, dtype=dtype, micro_batch=size) for name in names for dtype, size in settings]
     small = [Case(engine=f"deepspeed-{stage}-small", dtype=dtype) for stage in (1, 2, 3) for dtype in DTYPES]
-    return [*usual, *small, *_BUCKETS]
+    return [*usual, *small, *BUCKETS]
 
 
 def unaccounted_bytes(*, quick: bool) -> Section:
@@ -95,7 +81,7 @@ def unaccounted_bytes(*, quick: bool) -> Section:
     for name in dict.fromkeys(case.engine for case in ran):
         share = max(share for case, share in ran.items() if case.engine == name)
         section.promise(f"{name}: at most {share:.4%} unaccounted at the peak, bound {PEER_BOUND:.0%}", holds=share <= PEER_BOUND)
-    section.text += _not_run(peers.items())
+    section.text += not_run_lines(peers)
     return section
 
 
@@ -121,138 +107,6 @@ def _place(peak: Reconciliation) -> str:
 def _not_run_row(case: Case, width: int) -> list[str]:
     start = [case.engine, case.dtype, f"{case.shape} × {case.micro_batch}", "*not run*"]
     return start + [""] * (width - len(start))
-
-
-def _not_run(found: Iterable[tuple[Case, RunDocument | NotRun]]) -> list[str]:
-    reasons: dict[str, list[str]] = {}
-    for case, one in found:
-        if isinstance(one, NotRun):
-            reasons.setdefault(one.reason, []).append(f"{case.engine} {case.dtype}")
-    return [line for reason, names in reasons.items() for line in prose(f"*Not run*: {', '.join(names)}. {reason}.")]
-
-
-# ---- 2. a hidden tensor -----------------------------------------------------------------------------------------------------
-
-
-def hidden(*, quick: bool) -> Section:
-    """Memory that nobody tells of is seen, with its length and its place."""
-    section = Section(title="Memory hidden on purpose")
-    section.text += prose(
-        f"In the forward of `{HIDING}` a storage of {HIDDEN_NBYTES:,} bytes is made that no tensor has and no operator made; it stays",
-        "until the next forward.",
-    )
-    names = ("plain", "shardbook-3") if quick else ("plain", "ddp", "fsdp2", *(f"shardbook-{stage}" for stage in STAGES))
-    rows: list[list[str]] = []
-    for case, found in documents(Case(engine=name, shape="hiding") for name in names).items():
-        assert isinstance(found, RunDocument)
-        peak = worst(found)
-        items = [item for item in peak.items if item.account == "UNACCOUNTED"]
-        nbytes, places = peak.books["UNACCOUNTED"], ", ".join(f"{item.phase} {item.unit}" for item in items)
-        rows.append([case.engine, f"{peak.allocated:,}", f"{nbytes:,}", places])
-        right = nbytes == HIDDEN_NBYTES and places == f"forward {HIDING}"
-        section.promise(f"{case.engine}: {nbytes:,} bytes UNACCOUNTED, made in {places}; hidden were {HIDDEN_NBYTES:,}", holds=right)
-    section.text += table(["engine", "peak, bytes", "UNACCOUNTED, bytes", "made in"], rows)
-    return section
-
-
-# ---- 3. known facts ---------------------------------------------------------------------------------------------------------
-
-
-def facts(*, quick: bool) -> Section:
-    """What is known of these engines and models comes out by itself."""
-    section = Section(title="Known facts, found again")
-    section.text += prose("Each by one measured run, told nothing of what it should find.")
-    for tell in (_default_buckets, _kept_gathered, _foreach_temporaries, _logits, _oversized):
-        tell(section, quick=quick)
-    return section
-
-
-def _default_buckets(section: Section, *, quick: bool) -> None:
-    found = documents(_BUCKETS[1:2] if quick else _BUCKETS)
-    for case, one in found.items():
-        if isinstance(one, NotRun):
-            continue
-        largest = max((item for item in worst(one).items if item.account == "COMM"), key=lambda item: item.nbytes, default=None)
-        expected = 500_000_000 * (2 if case.dtype == "bf16" else 4)
-        said = "no COMM" if largest is None else f"{largest.name}, {largest.nbytes:,} bytes of {largest.dtype}"
-        right = largest is not None and "bucket" in largest.name and largest.nbytes == expected
-        section.promise(f"{case.engine} in {case.dtype}: its default bucket is the largest COMM: {said}", holds=right)
-    section.text += _not_run(found.items())
-
-
-def _kept_gathered(section: Section, *, quick: bool) -> None:
-    del quick
-    names = ("fsdp2-keep", "fsdp2", "shardbook-3")
-    found = documents(Case(engine=name) for name in names)
-    gathered = {case.engine: worst(one).books.get("GATHERED", 0) for case, one in found.items() if isinstance(one, RunDocument)}
-    block, whole = 4 * (12 * GPT.width**2 + 13 * GPT.width), 4 * GPT.num_parameters
-    root = whole - GPT.layers * block
-    kept = gathered["fsdp2-keep"]
-    section.promise(
-        f"FSDP2 without reshard holds {kept / MIB:.1f} MiB GATHERED at its peak, all parameters are {whole / MIB:.1f}",
-        holds=kept >= 0.99 * whole,
-    )
-    for name in names[1:]:
-        said = f"{name}: {gathered[name] / MIB:.1f} MiB GATHERED at its peak; the root and two blocks are {(root + 2 * block) / MIB:.1f}"
-        section.promise(said, holds=gathered[name] <= root + 2 * block)
-
-
-def _foreach_temporaries(section: Section, *, quick: bool) -> None:
-    del quick
-    found = documents(Case(engine=name, shape="small") for name in ("plain-foreach", "plain"))
-    highest: dict[str, int] = {}
-    for case, one in found.items():
-        assert isinstance(one, RunDocument)
-        highest[case.engine] = _highest(one, "WORKSPACE", "step")
-        if case.engine == "plain-foreach":
-            peak = worst(one)
-            said = f"foreach AdamW: the peak is in phase {peak.phase}, with {peak.books.get('WORKSPACE', 0) / MIB:.1f} MiB of WORKSPACE"
-            section.promise(said, holds=peak.phase == "step" and peak.books.get("WORKSPACE", 0) > 0.1 * peak.books["PARAM"])
-    section.promise(
-        f"WORKSPACE in phase step: {highest['plain-foreach']:,} bytes by foreach AdamW, {highest['plain']:,} by fused",
-        holds=highest["plain-foreach"] > 100 * max(1, highest["plain"]),
-    )
-
-
-def _highest(document: RunDocument, account: str, phase: str) -> int:
-    """The most that an account held while a phase went on, in the step with the peak."""
-    curve = document.curves[0]
-    spans = [(begin, end) for name, _, begin, end in curve.spans if name == phase]
-    series = curve.accounts.get(account, (0,) * len(curve.seconds))
-    within = (any(begin <= instant <= end for begin, end in spans) for instant in curve.seconds)
-    return max((nbytes for nbytes, counts in zip(series, within, strict=True) if counts), default=0)
-
-
-def _logits(section: Section, *, quick: bool) -> None:
-    del quick
-    ((_, found),) = documents([Case(engine="plain", micro_batch=2, shape="wide vocabulary")]).items()
-    assert isinstance(found, RunDocument)
-    peak, vocab = worst(found), WIDE_VOCABULARY.vocab
-    passing = [item for item in peak.items if item.account in ("ACTIVATION", "WORKSPACE", "GRAD_FULL")]
-    largest = passing[0]
-    logits = sum(item.nbytes for item in passing if item.shape and item.shape[-1] == vocab)
-    share = logits / sum(peak.books.get(name, 0) for name in ("ACTIVATION", "WORKSPACE", "GRAD_FULL"))
-    section.promise(
-        f"vocabulary {vocab:,}: the largest item that is neither parameter nor state is {largest.name} {list(largest.shape)} in "
-        f"{largest.unit}; {share:.0%} of what lives for a pass ends in the vocabulary",
-        holds=largest.shape[-1] == vocab and share > 0.5,
-    )
-
-
-def _oversized(section: Section, *, quick: bool) -> None:
-    del quick
-    for case, found in documents(Case(engine=name, micro_batch=8, shape="oversized") for name in ("shardbook-3", "fsdp2")).items():
-        assert isinstance(found, RunDocument)
-        by_unit: dict[str, int] = {}
-        for item in worst(found).items:
-            if item.account == "GATHERED":
-                by_unit[item.unit] = by_unit.get(item.unit, 0) + item.nbytes
-        largest = max(by_unit, key=lambda unit: by_unit[unit])
-        section.promise(
-            f"{case.engine}, one MLP {OVERSIZED_FACTOR} times as wide as the others (blocks.{OVERSIZED}): the largest gather at the peak "
-            f"is that of {largest}, {by_unit[largest]:,} bytes",
-            holds=largest == f"blocks.{OVERSIZED}",
-        )
 
 
 # ---- 4. an interposed counter -----------------------------------------------------------------------------------------------
@@ -344,7 +198,7 @@ def reconciling(*, quick: bool) -> Section:
 def exposed(*, quick: bool) -> Section:
     """Sweeps, and delays put in by hand."""
     section = Section(title="Exposed time")
-    section.text += [*sweeps.rows(quick=quick, num_steps=2 if quick else 8), ""]
+    section.text += [*sweeps.rows(quick=quick, num_steps=2 if quick else 6), ""]
     section.text += prose(
         f"Delays put in by hand: {books_delays.SECONDS * 1e3:.0f} ms in a unit of a chain whose blocks take 1 or 30 ms, stage",
         f"{books_delays.STAGE}; a delayed gather is delayed twice in a step. *Reported* is what rank 0's longest waiting is said to be,",
@@ -357,10 +211,8 @@ def exposed(*, quick: bool) -> Section:
         for one in found:
             whose = "" if one.culprit is None else f" {one.culprit}"
             injected, seconds = f"{one.delay.seconds * 1e3:.0f}", f"{one.seconds * 1e3:.1f}"
-            rows.append(
-                [str(num_ranks), f"{one.work * 1e3:.0f}", f"{one.delay.what}, blocks.{books_delays.UNIT}", injected, seconds, one.unit]
-                + [f"{one.cause}{whose}", f"{one.error:.1%}", str(one.attempts)]
-            )
+            setting = [str(num_ranks), f"{one.work * 1e3:.0f}", f"{one.delay.what}, blocks.{books_delays.UNIT}", injected]
+            rows.append([*setting, seconds, one.unit, f"{one.cause}{whose}", f"{one.error:.1%}", str(one.attempts)])
         furthest = max(found, key=lambda one: one.error)
         section.promise(
             f"{num_ranks} ranks: {len(found)} delays in the right unit, with the right cause, at most {furthest.error:.1%} off; bound 5%",
@@ -405,6 +257,9 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     sections: list[Section] = []
+    if not options.parts:  # engines start once, for all sections
+        together = (own_cases, peer_cases, hiding_cases, fact_cases)
+        documents(case for cases in together for case in cases(quick=options.quick))
     for name in options.parts or PARTS:
         sections.append(PARTS[name](quick=options.quick))
         print(f"{name}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)

@@ -38,6 +38,7 @@ from shardbook.ledger.watcher import Operator, Watcher, is_out_of_memory
 Mode = Literal["full", "light"]
 _OLDER = "older than the measurement"
 _NO_STEP = "the optimizer never stepped: what there is, is of one step that did not end"
+_WORTH_A_NOTE_NBYTES = 4096
 _LOOKS = 3
 """Optimizer steps that light mode looks at; the accounts that it sees don't change after them."""
 
@@ -282,6 +283,7 @@ class Measurement:
         if self._stepped and not self._marked:
             self._stop(counts=True)
             self._start()
+        self._is_called = True
         self._observe_engine()
         if not self._is_scanned:
             self._find_rank()
@@ -300,6 +302,9 @@ class Measurement:
     def _after_step(self, *_: Any) -> None:
         self._places.stepping = False
         self._stepped = True
+        if not self._is_called and not self._marked:  # parts of the model alone: nothing else will tell where the step ends
+            self._stop(counts=True)
+            self._start()
         if self.num_steps == 0 or self.mode == "full":
             self._scan()
 
@@ -315,7 +320,7 @@ class Measurement:
     # ---- steps ----------------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._is_open, self._stepped, self._sent_in_step = True, False, 0
+        self._is_open, self._stepped, self._is_called, self._sent_in_step = True, False, False, 0
         self._began = time.perf_counter_ns()
         if self.mode == "full":
             self._records.start()
@@ -356,7 +361,7 @@ class Measurement:
     def _summarise(self) -> assemble.Part:
         apart = set(self._items.unclaimed.values())
         apart_nbytes = sum(item.nbytes for item in apart)
-        if apart:
+        if apart_nbytes >= _WORTH_A_NOTE_NBYTES:
             self._note_apart(len(apart), apart_nbytes)
         peak = self._highest.peak.nbytes - apart_nbytes if self._logs else None
         found = counters(self._device, peak)

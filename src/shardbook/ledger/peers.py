@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardbook.accounts import Account
 from shardbook.ledger import peers_deepspeed, peers_fsdp2, peers_shardbook
+from shardbook.ledger.allocator import storage_of
 from shardbook.ledger.peers_naming import Found, Tree, class_names, local, parts, tensors_in, unit_of
 
 _ORDER = {
@@ -94,10 +95,9 @@ def holdings(model: Any, optimizer: Any) -> Iterator[Holding]:
             for part in (tensor,) if tensor.layout is torch.strided else parts(tensor):
                 if part.is_meta or part.layout is not torch.strided:
                     continue
-                storage = part.untyped_storage()
-                key = storage._cdata
-                if key not in claimed and storage.nbytes():
-                    claimed.add(key)
+                storage = storage_of(part)
+                if storage is not None and storage._cdata not in claimed and storage.nbytes():
+                    claimed.add(storage._cdata)
                     held.append(Holding(account=account, name=name, unit=unit, tensor=part))
     return iter(held)
 

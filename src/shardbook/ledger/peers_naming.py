@@ -31,12 +31,7 @@ class Tree:
 
 def class_names(thing: Any) -> tuple[str, ...]:
     """Names of the class and those that it inherits from: how an engine is known without importing it."""
-    return _names_of(type(thing))
-
-
-@lru_cache(maxsize=4096)
-def _names_of(kind: type) -> tuple[str, ...]:
-    return tuple(base.__name__ for base in kind.__mro__)
+    return tuple(base.__name__ for base in type(thing).__mro__)
 
 
 @lru_cache(maxsize=65536)

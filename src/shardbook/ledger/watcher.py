@@ -9,8 +9,8 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,10 @@ _FOREIGN = ("<", str(Path(__file__).parents[1]), str(Path(torch.__file__).parent
 _STAGED = {f"{name.split('.')[1]}.default": argument for name, argument in STAGED.items()}
 _LANDING = {"aten.detach.default", "aten.add_.Tensor", "aten.add.Tensor", "aten.clone.default"}
 """With these autograd lays a gradient at its parameter; what else runs then are hooks of an engine."""
+
+_TOUCHED = {"between": (Account.INPUT, "read by the loop"), "backward": (Account.ACTIVATION, "saved before the measurement")}
+"""What a tensor is that is older than the measurement, is nobody's, and is used in a phase: what batches are made of, or what a forward
+before the measurement has left; else something that the model reads as it would a buffer."""
 
 
 @dataclass(slots=True)
@@ -100,9 +104,35 @@ class Watcher(TorchDispatchMode):
         ended, self.operators = self.operators, []
         return ended
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """While it is open, what autograd saves is seen."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+    @contextmanager
+    def saving(self) -> Generator[None]:
+        """While it is open, what autograd saves is seen.
+
+        ``torch.func`` refuses to run where saved tensors have hooks: for its transforms ours step aside.
+        """
+        native: Any = torch._C
+        graph: Any = torch.autograd.graph
+        original = graph.disable_saved_tensors_hooks
+
+        @contextmanager
+        def disable(message: str) -> Generator[None]:
+            top = native._autograd._top_saved_tensors_default_hooks(False)
+            ours = top is not None and top[0] == self._pack
+            if ours:
+                native._autograd._pop_saved_tensors_default_hooks()
+            try:
+                with original(message):
+                    yield
+            finally:
+                if ours:
+                    native._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+
+        graph.disable_saved_tensors_hooks = disable
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            graph.disable_saved_tensors_hooks = original
 
     def _see(self, func: Any, args: Any, kwargs: Any, result: Any, place: tuple[str, str]) -> None:
         if (known := self._known.get(func)) is None:
@@ -116,10 +146,10 @@ class Watcher(TorchDispatchMode):
                 self._note(item, place)
         if place[0] == "backward":
             self._see_backward(name, args)
-        if self._items.unclaimed:  # what the loop makes its batches of, or the model reads as it would a buffer
-            account = Account.INPUT if place[0] == "between" else Account.BUFFER
+        if self._items.unclaimed:
+            account, by = _TOUCHED.get(place[0], (Account.BUFFER, "read by the model"))
             for tensor in _tensors(args):
-                self._items.touch(tensor, account, "read by the loop" if place[0] == "between" else "read by the model")
+                self._items.touch(tensor, account, by)
 
     def _claim(self, told: Place, args: Any, kwargs: Any, result: Any, seen: tuple[tuple[str, str], str]) -> None:
         """What an operator says of one argument, where nobody has said anything yet."""

@@ -88,14 +88,16 @@ _measured: dict[Case, Outcome] = {}
 
 
 def documents(cases: Iterable[Case]) -> dict[Case, Outcome]:
-    """What was measured, by case; nothing is measured twice. All cases of an engine that are asked for together share processes."""
+    """What was measured, by case; nothing is measured twice. All cases of an engine that are asked for together share
+    processes, but DeepSpeed's: an engine of its that was left stays alive, and its stage 3 changes torch.
+    """
     wanted = tuple(dict.fromkeys(cases))
     by_engine: dict[str, list[Case]] = {}
     for case in wanted:
         if (why := not_run(case)) is not None:
             _measured[case] = NotRun(reason=why)
         elif case not in _measured:
-            by_engine.setdefault(case.engine, []).append(case)
+            by_engine.setdefault(f"{case}" if case.is_peer else case.engine, []).append(case)
     for together in by_engine.values():
         found = _elsewhere(together) if together[0].is_peer else [RunDocument.from_json(text) for text in here(together)]
         _measured.update(zip(together, found, strict=True))
@@ -242,7 +244,11 @@ class _shaped:  # noqa: N801 - used as a function
 
     def __enter__(self) -> None:
         if (change := self._change) is not None:
-            engines.build = lambda config: change(models.build(config))
+
+            def build(config: models.GPTConfig | None = None, seed: int = 0) -> models.GPT:
+                return change(models.build(config, seed))
+
+            engines.build = build
 
     def __exit__(self, *_: Any) -> None:
         engines.build = models.build

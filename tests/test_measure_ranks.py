@@ -60,6 +60,7 @@ def of_shardbook(stage, precision, kind, accumulate=1, odd=0):
     engine = sb.Engine(model, optimizer(), config)
     losses = []
     with sb.measure(model, engine.optimizer) as run:
+        online = dict(run.ledger.balances())
         for step in range(3):
             for micro in range(accumulate):
                 loss, weight = engine(*batch(step * accumulate + micro))
@@ -71,6 +72,8 @@ def of_shardbook(stage, precision, kind, accumulate=1, odd=0):
     held = dict(ledger.balances())
     ledger.close()
     engine.close()
+    for account in ("PARAM", "MASTER"):
+        assert online.get((account, "device"), 0) == held.get((account, "device"), 0)  # each byte once, whoever told of it first
     return run.document(), losses, persistent, held, padding(engine.structure(), config)
 
 

@@ -1,5 +1,6 @@
 """``shardbook train`` as a person runs it: processes, words and exit codes. Nothing here shares a process with a rank."""
 
+import json
 import os
 import signal
 import socket
@@ -105,9 +106,41 @@ def test_two_ranks_train_as_a_recipe_says_and_equal_the_plain_loop(tmp_path, opt
     assert [memory.rank for memory in document.memory] == [0, 1]
     assert all(memory.peak_allocated and memory.peak_allocated < 2**24 < memory.peak_resident for memory in document.memory)
     assert document.peak_reserved is None
+    for found in document.reconciliations:
+        assert found.books["UNACCOUNTED"] <= 0.01 * found.allocated
+        assert found.overstated == 0
+        for account in ("PARAM", "MASTER", "MOMENT"):
+            assert found.books.get(account, 0) == found.closed_form[account]
+        assert found.books.get("GATHERED", 0) <= found.closed_form["GATHERED"]
+    assert document.peak == max(document.reconciliations, key=lambda found: found.allocated).books
+    assert [(step.rank, step.step) for step in document.steps] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [time.rank for time in document.times] == [0, 1]
+    assert all(time.floor and 0 < time.exposed + time.compute <= time.seconds * 1.001 for time in document.times)
+    assert "UNACCOUNTED" in done.stderr
+    assert {event["pid"] for event in json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]} == {0, 1}
     # Gathers of 2-byte parameters in forward and backward and a reduction in each of two micro-batches, to the other rank.
     assert document.sent_nbytes_per_step == pytest.approx(3 * 2 * document.num_parameters * 2 / 2, rel=0.02)
     assert "step 1/8" in done.stderr
+
+
+@pytest.mark.ranks
+def test_a_budget_that_is_crossed_ends_the_run_and_says_what_was_held(tmp_path, options):
+    done = shardbook("train", "--stage", "2", "--steps", "3", "--budget", "1MiB", *options)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "raised BudgetError: budget = 1,048,576 bytes" in last
+    assert "levers, cheapest first" in done.stderr
+    shortage = RunDocument.from_json((tmp_path / "out" / "run.json").read_text()).shortage
+    assert shortage is not None
+    assert shortage.budget == 2**20 < sum(shortage.live.values())
+    assert shortage.forecast["PARAM"] == shortage.live["PARAM"]
+    assert shortage.levers
+
+
+def test_a_budget_is_a_size(options):
+    done = shardbook("train", "--budget", "8 gigs", *options)
+    assert done.returncode == 2
+    assert "run.budget = '8 gigs' (command line): allowed is a number of bytes, or a size such as 8GiB" in done.stderr
 
 
 @pytest.mark.ranks

@@ -102,8 +102,8 @@ class Reconciliation:
         operator: the operator that ran, empty outside of one.
         allocated: bytes in live tensors, by the allocator alone.
         base: how many of them are older than the measurement, found by walking the live tensors at its start.
-        books: account to bytes, by the books alone; ``UNACCOUNTED`` is what the allocator held and no account explains.
-        overstated: bytes that the books say and the allocator did not hold.
+        books: account to bytes of the allocator's blocks that an item of the books explains; ``UNACCOUNTED`` are those that none does.
+        overstated: bytes of items that the books held and the allocator did not; in no account of ``books``, which add up to ``allocated``.
         closed_form: account to bytes, by formula, for the accounts that have one; empty where the engine has none.
         items: the largest storages at that instant, largest first.
     """
@@ -159,8 +159,8 @@ class Exposed:
 
     Args:
         rank: who waited.
-        unit: for which unit.
-        kind: ``gather``, ``reduce``, ``refresh`` or ``return``.
+        unit: for which unit; for ``straggler rank``, the unit in which the culprit lost the time.
+        kind: ``gather``, ``reduce``, ``refresh``, ``return``, or ``step`` (the step's exchange, of no unit).
         cause: ``issued late``, ``bandwidth``, ``waiting for the producer``, ``waiting for a buffer`` or ``straggler rank``.
         culprit: the rank that was late, for ``straggler rank``; else ``None``.
         seconds: the union of the intervals, mean per step.

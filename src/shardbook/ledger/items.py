@@ -75,11 +75,15 @@ class Items:
             return None  # numpy's memory, or shared between processes: no allocator of torch has it
         return self._see_first(tensor, storage, account, place, name)
 
-    def take_older(self, tensor: Tensor, storage: torch.UntypedStorage, name: str) -> Item:
-        """The item of a storage that was there before the books were opened."""
-        item = self._see_first(tensor, storage, Account.UNACCOUNTED, ("before", ""), name)
-        self.unclaimed[item.address] = item
-        return item
+    def take_older(self, tensor: Tensor, storage: torch.UntypedStorage, name: str) -> None:
+        """A storage that was there before the books were opened, and that an engine may have told of already."""
+        known = self.live.get(storage.data_ptr())
+        if known is None:
+            item = self._see_first(tensor, storage, Account.UNACCOUNTED, ("before", ""), name)
+            self.unclaimed[item.address] = item
+        elif known.reference is None:
+            known.shape, known.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            known.reference = weakref.ref(storage, _closing(self, known))
 
     def touch(self, tensor: Tensor, account: Account, name: str) -> None:
         """An operator uses a tensor: if it is older than the books and nobody's, it is the loop's."""

@@ -68,9 +68,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class NotRun:
-    """Why a case was not run, and the command that would change it."""
+    """Why a case was not run, and the command that would change it. ``failed``: it was tried."""
 
     reason: str
+    failed: bool = False
 
 
 Outcome = RunDocument | NotRun
@@ -111,7 +112,7 @@ def _elsewhere(cases: Sequence[Case]) -> list[Outcome]:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
         if ended.returncode:
             last = (ended.stderr.strip() or "nothing on stderr").splitlines()[-1]
-            return [NotRun(reason=f"it failed here: {last}; `make peers` makes its environment anew")] * len(cases)
+            return [NotRun(reason=f"it failed: {last}; `make peers` makes its environment anew", failed=True)] * len(cases)
         return [RunDocument.from_json(text) for text in json.loads(out.read_text())]
 
 

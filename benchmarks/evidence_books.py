@@ -4,8 +4,8 @@
     python -m benchmarks.evidence_books --parts facts cost  only some of it, printed and not written
     python -m benchmarks.evidence_books --quick             the smallest settings, to see that it works; printed and not written
 
-Every bound that is promised stands beside its figure. The exit code is 0 if all hold. What can't be run on this machine is printed as
-*not run*, with the reason and the remedy, and fails nothing.
+Every bound that is promised stands beside its figure. The exit code is 0 if all hold. What is not installed on this machine is printed
+as *not run*, with the reason and the remedy, and fails nothing.
 """
 
 import argparse
@@ -81,6 +81,9 @@ def unaccounted_bytes(*, quick: bool) -> Section:
     for name in dict.fromkeys(case.engine for case in ran):
         share = max(share for case, share in ran.items() if case.engine == name)
         section.promise(f"{name}: at most {share:.4%} unaccounted at the peak, bound {PEER_BOUND:.0%}", holds=share <= PEER_BOUND)
+    for case, one in peers.items():
+        if isinstance(one, NotRun) and one.failed:
+            section.promise(f"{case.engine} in {case.dtype}: {one.reason}", holds=False)
     section.text += not_run_lines(peers)
     return section
 

@@ -32,7 +32,8 @@ def test_a_block_is_the_item_at_its_address_at_its_time():
 
 
 def test_a_block_that_nobody_saw_is_unaccounted_and_an_item_without_block_overstated():
-    found, _ = log([(100, 1, 10), (110, 2, 5)], [item(2, 5, Account.PARAM, 111), item(3, 7, Account.COMM, 50)])
+    gone, never = item(3, 7, Account.COMM, 55), item(4, 9, Account.INPUT, 50)  # its memory was taken away; it never was torch's
+    found, _ = log([(50, 3, 7), (60, 3, -7), (100, 1, 10), (110, 2, 5)], [item(2, 5, Account.PARAM, 111), gone, never])
     told = reconcile(found, 0, 0)
     assert told.books == {"PARAM": 5, "UNACCOUNTED": 10}
     assert told.overstated == 7

@@ -40,7 +40,7 @@ class Records(Protocol):
     """A source of changes."""
 
     def start(self) -> None: ...
-    def stop(self) -> list[Change]: ...
+    def stop(self) -> list[Change] | None: ...
 
 
 class CpuRecords:
@@ -74,8 +74,10 @@ class CpuRecords:
         self._profiler._prepare_profiler(config, {ProfilerActivity.CPU})
         self._profiler._enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.STATIC_RUNTIME_MODEL})
 
-    def stop(self) -> list[Change]:
-        """What was recorded since :meth:`start`, in order."""
+    def stop(self) -> list[Change] | None:
+        """What was recorded since :meth:`start`, in order; ``None``: another profiler has taken this one's place meanwhile."""
+        if not is_profiling():
+            return None
         result = self._profiler._disable_profiler()  # the events live no longer than this
         found = [
             (event.start_time_ns, fields.ptr, fields.alloc_size)
@@ -85,6 +87,8 @@ class CpuRecords:
         found.sort(key=lambda entry: entry[0])
         # the profiler counts from another zero, at the same rate: the tightest of our own, which were read when the block was there
         ours = 2 * _NUM_CALIBRATIONS
+        if [entry[2] for entry in found[:ours]] != [_CALIBRATION_NBYTES, -_CALIBRATION_NBYTES] * _NUM_CALIBRATIONS:
+            return None
         offset = max(entry[0] - known for entry, known in zip(found[:ours:2], self._calibrations, strict=True))
         return [Change(seen - offset, address, nbytes) for seen, address, nbytes in found[ours:]]
 
@@ -139,9 +143,20 @@ def live_storages(device: torch.device) -> dict[int, tuple[Tensor, torch.Untyped
                 continue
             for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
                 storage = None if tensor is None or tensor.device.type != device.type else storage_of(tensor)
-                if tensor is not None and storage is not None and storage.nbytes():
+                if tensor is not None and storage is not None and storage.nbytes() and not _is_foreign(storage):
                     found.setdefault(storage.data_ptr(), (tensor, storage))
     return found
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs in this thread, this one's or another's."""
+    autograd: Any = torch.autograd
+    return autograd._profiler_enabled()
+
+
+def _is_foreign(storage: torch.UntypedStorage) -> bool:
+    """Memory that numpy, say, has allocated: torch's own starts at a multiple of 64 bytes."""
+    return not storage.resizable() and storage.device.type == "cpu" and storage.data_ptr() % 64 != 0
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

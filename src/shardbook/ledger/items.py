@@ -22,12 +22,13 @@ class Item:
     """One storage in the books.
 
     ``born`` and ``died`` are of ``time.perf_counter_ns``; ``died`` is None while it lives. ``is_booked``: by the engine whose it is, so
-    that nobody else moves it. ``storage_died``: it ended with its storage, not by somebody's word.
+    that nobody else moves it. ``is_backed``: the allocator had a block for it, once. ``storage_died``: it ended with its storage, not
+    by somebody's word.
     """
 
     __slots__ = (
-        "account", "address", "born", "died", "dtype", "is_booked", "name", "nbytes", "phase", "reference", "shape", "site",
-        "storage_died", "unit",
+        "account", "address", "born", "died", "dtype", "is_backed", "is_booked", "name", "nbytes", "phase", "reference", "shape",
+        "site", "storage_died", "storage_key", "unit",
     )  # fmt: skip
 
     def __init__(self, address: int, nbytes: int, account: Account, unit: str, name: str, phase: str) -> None:
@@ -37,7 +38,8 @@ class Item:
         self.reference: weakref.ref[Any] | None = None
         self.born = time.perf_counter_ns()
         self.died: int | None = None
-        self.is_booked = self.storage_died = False
+        self.is_backed = self.is_booked = self.storage_died = False
+        self.storage_key = 0
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether the item is that storage, not an earlier one at the same address. An engine's own items are its word."""
@@ -52,6 +54,7 @@ class Items:
         self.live: dict[int, Item] = {}
         self.recent: list[Item] = []
         self.gathered: list[Item] = []  # in accounts whose storages are emptied and filled again
+        self._by_key: dict[int, Item] = {}
         self.unclaimed: dict[int, Item] = {}  # older than the books, and nobody's so far
 
     def find(self, tensor: Tensor) -> Item | None:
@@ -71,8 +74,9 @@ class Items:
             if item.is_of(storage) and item.nbytes == nbytes:
                 return item
             self.close(item)  # its memory went without a word, and this is another's
-        if not storage.resizable():
-            return None  # numpy's memory, or shared between processes: no allocator of torch has it
+        moved = self._by_key.get(storage._cdata)
+        if moved is not None and moved.is_of(storage):
+            self.close(moved)  # the same storage, elsewhere
         return self._see_first(tensor, storage, account, place, name)
 
     def take_older(self, tensor: Tensor, storage: torch.UntypedStorage, name: str) -> None:
@@ -84,6 +88,10 @@ class Items:
         elif known.reference is None:
             known.shape, known.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             known.reference = weakref.ref(storage, _closing(self, known))
+
+    @property
+    def unclaimed_nbytes(self) -> int:
+        return sum(item.nbytes for item in self.unclaimed.values())
 
     def touch(self, tensor: Tensor, account: Account, name: str) -> None:
         """An operator uses a tensor: if it is older than the books and nobody's, it is the loop's."""
@@ -102,8 +110,10 @@ class Items:
         address, nbytes = storage.data_ptr(), storage.nbytes()
         phase, unit = place
         item = Item(address, nbytes, account, unit, name, phase)
-        item.shape, item.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        item.shape, item.dtype = () if tensor.is_nested else tuple(tensor.shape), str(tensor.dtype)[6:]
         item.reference = weakref.ref(storage, _closing(self, item))
+        item.storage_key = storage._cdata
+        self._by_key[item.storage_key] = item
         return self._open(item)
 
     def know(self, item: Item, account: Account, name: str = "", unit: str = "") -> None:
@@ -126,6 +136,8 @@ class Items:
                 del self.live[item.address]
             if self.unclaimed.get(item.address) is item:
                 del self.unclaimed[item.address]
+            if self._by_key.get(item.storage_key) is item:
+                del self._by_key[item.storage_key]
             self._tell(item, -1)
 
     def book(self, booking: Booking) -> None:

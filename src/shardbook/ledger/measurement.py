@@ -23,7 +23,7 @@ from shardbook.document import RunDocument, Shortage, StepMemory
 from shardbook.errors import BudgetError, ConfigError, UsageError
 from shardbook.events import Booking, Event, Traffic
 from shardbook.ledger import assemble
-from shardbook.ledger.allocator import counter_of, live_storages, records_of
+from shardbook.ledger.allocator import counter_of, is_profiling, live_storages, records_of
 from shardbook.ledger.counters import counters
 from shardbook.ledger.items import Items
 from shardbook.ledger.ledger import Ledger
@@ -101,14 +101,14 @@ class Measurement:
         self._given = model, optimizer
         self._before_first = first_step - 1
         self._rank, self._num_ranks = 0, 1
-        self._places, self._items = Places(), Items(self._book)
+        self._places, self._items = Places(follows_units=mode == "full"), Items(self._book)
         self._watcher = Watcher(self._items, self._places, self._fail, self._move)
         self._logs: dict[int, StepLog] = {}
         self._steps: list[StepMemory] = []
         self._sampled: dict[str, int] = {}
         self._timeline = Timeline()
         self._sent = self._sent_in_step = self._seconds = 0
-        self._stepped = self._marked = self._is_open = self._is_observed = self._is_scanned = False
+        self._stepped = self._marked = self._is_open = self._is_observed = self._is_scanned = self._is_lost = False
         self._part: assemble.Part | None = None
         self._stack = ExitStack()
 
@@ -119,6 +119,8 @@ class Measurement:
             raise UsageError("measure: a measurement is open already, and they can't nest; close it first, or mark steps with its step()")
         if self._part is not None:
             raise UsageError("measure: this measurement has ended; call measure() again for another")
+        if self.mode == "full" and is_profiling():
+            raise UsageError("measure: a profiler of torch is running, and there can be one; close it first, or use mode='light'")
         Measurement._open_one = self
         Measurement._num_opened += 1
         self._number = Measurement._num_opened
@@ -157,10 +159,14 @@ class Measurement:
             self._start()
 
     def document(self) -> RunDocument:
-        """What all ranks saw, on every rank that asks; a rank that told nothing is in the notes. No collective: ask after the ``with``."""
+        """What all ranks saw, on every rank that asks; a rank that told nothing is in the notes. No collective: ask after the ``with``.
+
+        Raises:
+            UsageError: the measurement has not begun.
+        """
         part = self.part()
         if self._part is None:
-            return assemble.document_of([part], ["written while the measurement went on: of this rank alone"])
+            return assemble.document_of([part], ["written while the measurement went on: of this rank, and without the step under way"])
         parts, notes = assemble.collect(part, self._number)
         if self._num_ranks > 1 and len(parts) == 1 and not notes:
             notes = [f"of rank {self._rank} alone: the process group of the {self._num_ranks} ranks is gone, or has no store"]
@@ -168,6 +174,8 @@ class Measurement:
 
     def part(self) -> assemble.Part:
         """What this rank saw, as plain data."""
+        if self._part is None and Measurement._open_one is not self:
+            raise UsageError("measure: nothing has been measured yet; open it with: with sb.measure(...) as run")
         return self._part or self._summarise()
 
     # ---- opening and closing ------------------------------------------------------------------------------------------------
@@ -179,6 +187,7 @@ class Measurement:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._owners = Owners(model, optimizer, self._places, self._enter_root)
+        self._given = None, None  # from here on they are held by those whose they are
         self._stack.callback(self._owners.unhook)
         self._owners.hook(self._before_step, self._after_step)
         self._observe_engine()
@@ -242,7 +251,9 @@ class Measurement:
 
     def _book(self, event: Event) -> None:
         self.ledger(event)
-        if self.budget is not None and isinstance(event, Booking) and event.nbytes > 0 and self.ledger.total > self.budget:
+        if self.budget is None or not isinstance(event, Booking) or event.nbytes <= 0 or self.ledger.total <= self.budget:
+            return
+        if self.ledger.total - self._items.unclaimed_nbytes > self.budget:
             budget, self.budget = self.budget, None  # said once: what goes on after it is somebody's own decision
             self._run_short(event.account, event.nbytes, budget)
             raise BudgetError(
@@ -305,7 +316,7 @@ class Measurement:
         if not self._is_called and not self._marked:  # parts of the model alone: nothing else will tell where the step ends
             self._stop(counts=True)
             self._start()
-        if self.num_steps == 0 or self.mode == "full":
+        if self.mode == "full" or self.num_steps == 0:
             self._scan()
 
     def _scan(self) -> None:
@@ -315,14 +326,14 @@ class Measurement:
         elif self.num_steps < _LOOKS:
             found = self._owners.sampled()
             if sum(found.values()) >= sum(self._sampled.values()):
-                self._sampled = found
+                self._sampled = found  # with gradients: what a step holds longest
 
     # ---- steps ----------------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._is_open, self._stepped, self._is_called, self._sent_in_step = True, False, False, 0
         self._began = time.perf_counter_ns()
-        if self.mode == "full":
+        if self.mode == "full" and not self._is_lost:
             self._records.start()
 
     def _stop(self, *, counts: bool) -> None:
@@ -340,6 +351,12 @@ class Measurement:
 
     def _log(self, number: int) -> None:
         recorded, end = self._records.stop(), time.perf_counter_ns()
+        if recorded is None:
+            self._is_lost = True
+        if self._is_lost or recorded is None:
+            self._items.turn()
+            self._watcher.turn()
+            return
         before, items, operators = dict(self._blocks.live), self._items.turn(), self._watcher.turn()
         changes, peak = self._blocks.follow(recorded, end, items)
         log = StepLog(number, self._began, end, before, changes, items, operators, self._blocks.unknown, peak)
@@ -350,7 +367,9 @@ class Measurement:
             self._logs = {number: log}
 
     def _note_apart(self, count: int, nbytes: int) -> None:
-        note = f"{count} tensors of this process, {nbytes:,} bytes, are older than the measurement and had no part in it: in no figure"
+        self._say(f"{count} tensors of this process, {nbytes:,} bytes, are older than the measurement and had no part in it: in no figure")
+
+    def _say(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
@@ -359,6 +378,10 @@ class Measurement:
         return next(iter(self._logs.values()))
 
     def _summarise(self) -> assemble.Part:
+        if self._is_lost:
+            self._say("another profiler of torch ran inside: from that step on nothing was recorded")
+        for name, why in self._watcher.blind.items():
+            self._say(f"what {name} made could not be booked ({why})")
         apart = set(self._items.unclaimed.values())
         apart_nbytes = sum(item.nbytes for item in apart)
         if apart_nbytes >= _WORTH_A_NOTE_NBYTES:

@@ -1,6 +1,8 @@
 """Whom the memory belongs to: the models and optimizers of a loop, given or found, and what they hold."""
 
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,10 +28,9 @@ class Owners:
     def __init__(
         self, model: Any, optimizer: Optimizer | None, places: Places, enter_root: Callable[[tuple[Any, ...], dict[str, Any]], None]
     ) -> None:
-        self.models: list[Any] = []
-        self._known: list[dict[str, tuple[int, int]]] = []
-        self._passed: set[int] = set()
-        self.optimizers = [] if optimizer is None else [optimizer]
+        self._models: list[_Known] = []
+        self._optimizers: list[weakref.ref[Any]] = [] if optimizer is None else [weakref.ref(optimizer)]
+        self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.engine = "plain"
         self._places, self._enter_root = places, enter_root
         self._handles: list[Any] = []
@@ -47,7 +48,7 @@ class Owners:
 
         def found(optimizer: Optimizer, *_: Any) -> None:
             if not any(known is optimizer or _innermost(known) is optimizer for known in self.optimizers):
-                self.optimizers.append(optimizer)
+                self._optimizers.append(weakref.ref(optimizer))
             before()
 
         self._handles += [register_optimizer_step_pre_hook(found), register_optimizer_step_post_hook(after)]
@@ -58,6 +59,22 @@ class Owners:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the models' parameters, as they show themselves now; of a model that is gone, when it was first seen."""
+        shapes = [known.shape if (model := known.model()) is None else _shape_of(model) for known in self._models]
+        return sum(numel for shape in shapes for numel, _ in shape.values())
+
+    @property
+    def models(self) -> list[Any]:
+        """Those that somebody still holds."""
+        return [model for known in self._models if (model := known.model()) is not None]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those that somebody still holds."""
+        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
 
     def scan(self, items: Items) -> None:
         """Ask what is held, and book it. What an engine books itself stays as it is."""
@@ -125,43 +142,40 @@ class Owners:
     def num_units(self) -> int:
         return self._places.num_units
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of the models' parameters, as they show themselves."""
-        with shown():
-            return sum(parameter.numel() for model in self.models for parameter in module_of(model).parameters())
-
     def _engines(self) -> Iterator[str]:
         optimizer = next(iter(self.optimizers), None)
         return (engine_of(model, optimizer) for model in self.models)
 
     def changes(self) -> str:
         """What is different about the models since they were adopted, in words; empty where nothing is."""
-        faults: list[str] = []
-        for model, before in zip(self.models, self._known, strict=True):
-            now = _shape_of(model)
-            faults += [f"added: {', '.join(sorted(now.keys() - before.keys()))}"] if now.keys() - before.keys() else []
-            faults += [f"gone: {', '.join(sorted(before.keys() - now.keys()))}"] if before.keys() - now.keys() else []
-            kept = sorted(now.keys() & before.keys())
-            resized = [name for name in kept if now[name][0] != before[name][0]]
-            faults += [f"of another size: {', '.join(resized)}"] if resized else []
-            if self.engine in ("plain", "ddp"):  # the others replace what a model is made of themselves
-                replaced = [name for name in kept if now[name][1] != before[name][1]]
-                faults += [f"replaced: {', '.join(replaced)}"] if replaced else []
-        return "; ".join(faults)
+        if self.engine.startswith("deepspeed"):
+            return ""  # its small parameters come and go
+        return "; ".join(fault for known in self._models if (model := known.model()) is not None for fault in self._faults(known, model))
+
+    def _faults(self, known: "_Known", model: Any) -> Iterator[str]:
+        before, now = known.shape, _shape_of(model)
+        kept = sorted(now.keys() & before.keys())
+        found = {
+            "added": sorted(now.keys() - before.keys()),
+            "gone": sorted(before.keys() - now.keys()),
+            "of another size": [name for name in kept if now[name][0] != before[name][0]],
+        }
+        if self.engine in ("plain", "ddp"):  # the others replace what a model is made of themselves
+            found["replaced"] = [name for name in kept if now[name][1] != before[name][1]]
+        return (f"{what}: {', '.join(names)}" for what, names in found.items() if names)
 
     def _adopt(self, model: Any) -> None:
         inside = {id(module) for module in module_of(model).modules()}
-        kept = [place for place, known in enumerate(self.models) if id(module_of(known)) not in inside]
-        self.models = [*(self.models[place] for place in kept), model]  # a part of it that was called earlier is no model of its own
-        self._known = [*(self._known[place] for place in kept), _shape_of(model)]
+        # a part of it that was called earlier is no model of its own
+        self._models = [known for known in self._models if (old := known.model()) is not None and id(module_of(old)) not in inside]
+        self._models.append(_Known(weakref.ref(model), _shape_of(model)))
         self._places.hook(module_of(model), self._enter_root)
 
     def _discover(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module that is called from outside of all known ones, and has something to train, is a model."""
-        if self._places.is_entered or id(module) in self._passed:
+        if self._places.is_entered or module in self._passed:
             return
-        self._passed.add(id(module))
+        self._passed.add(module)
         if any(module is part for known in self.models for part in (known, *module_of(known).modules())):
             return
         if any(parameter.requires_grad for parameter in module.parameters()):
@@ -169,6 +183,14 @@ class Owners:
             if module_of(module) is module:  # this call of it has begun
                 self._enter_root(args, {})
                 self._places.enter_late()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A model, held weakly, and what it was made of when it was first seen."""
+
+    model: weakref.ref[Any]
+    shape: dict[str, tuple[int, int]]
 
 
 def _shape_of(model: Any) -> dict[str, tuple[int, int]]:

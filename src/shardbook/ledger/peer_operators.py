@@ -41,7 +41,6 @@ OPERATORS: dict[str, tuple[Place, ...]] = {
         Place(argument="out", account=Account.COMM),
     ),
     "c10d._allgather_base_": (
-        Place(argument=0, account=Account.GATHERED, engine="deepspeed 3"),
         Place(argument=0, account=Account.COMM),
         Place(argument=1, account=Account.COMM),
     ),
@@ -78,8 +77,8 @@ A first one is freed when the operator returns, the second lives in gloo's work 
 def places_of(name: str, engine: str) -> tuple[Place, ...]:
     """The places of an operator (``c10d.allreduce_.default`` or without overload) under an engine, the first of each argument.
 
-    >>> [place.account.value for place in places_of("c10d._allgather_base_.default", "deepspeed 3")]
-    ['GATHERED', 'COMM']
+    >>> [place.account.value for place in places_of("c10d._reduce_scatter_base_.default", "fsdp2")]
+    ['GRAD', 'COMM']
     """
     known = OPERATORS.get(".".join(name.split(".")[:2]), ())
     fitting: dict[int | str, Place] = {}

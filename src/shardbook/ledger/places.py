@@ -4,8 +4,10 @@ A unit is a child of a list of modules (a transformer block), or a module outsid
 shardbook's engine, and people, gather and release together.
 """
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -34,10 +36,28 @@ def _is_chain_of_blocks(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and len(children) > 1 and all(any(True for _ in child.children()) for child in children)
 
 
-class Places:
-    """The phase and unit of this thread, and those of every operator of a backward."""
+class _Hook:
+    """A hook of one module. A copy of the module, or one that is saved, takes a hook along that does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, call: Callable[..., None]) -> None:
+        self._module, self._call = weakref.ref(module), call
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        if module is self._module():
+            self._call(*given)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # of the standard library: whoever loads it need not have shardbook
+
+
+class Places:
+    """The phase and unit of this thread, and those of every operator of a backward; without ``follows_units``, the phase alone."""
+
+    def __init__(self, *, follows_units: bool = True) -> None:
+        self._follows_units = follows_units
         self.stepping = False
         self.num_units = 0
         self._entered: list[str] = []
@@ -51,19 +71,22 @@ class Places:
         """Follow the model's forwards; ``enter_root`` gets the arguments of each call of the model itself."""
         units = list(units_of(model))
         self.num_units += len(units)
-        for path, module in units:
-            self._follow(path, module)
-            for name, parameter in module.named_parameters():
-                self._names.setdefault(id(parameter), (path, f"{path}.{name}"))
         for name, parameter in model.named_parameters():
-            self._names.setdefault(id(parameter), (ROOT, name))
+            self._names[id(parameter)] = (ROOT, name)
+        for path, module in units:
+            for name, parameter in module.named_parameters():
+                self._names[id(parameter)] = (path, f"{path}.{name}")
 
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             enter_root(args, kwargs)
             self._enter(ROOT)
 
-        self._handles.append(model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        self._handles.append(model.register_forward_hook(self._leave_hook, always_call=True))
+        followed = [(path, module, self._entering(path)) for path, module in units] if self._follows_units else []
+        with suppress(RuntimeError):  # a scripted module takes no hooks: it is measured without units
+            for _, module, entering in (*followed, (ROOT, model, enter)):
+                before, after = _Hook(module, entering), _Hook(module, self._leave)
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def enter_late(self) -> None:
         """A model's forward runs already, and was hooked after it had begun."""
@@ -118,18 +141,17 @@ class Places:
             del self._starts[1:-50_000], self._units[1:-50_000]
         self._sites.clear()
 
-    def _follow(self, path: str, module: nn.Module) -> None:
+    def _entering(self, path: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
             self._enter(path)
 
-        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(module.register_forward_hook(self._leave_hook, always_call=True))
+        return enter
 
     def _enter(self, unit: str) -> None:
         self._entered.append(unit)
         self._change(unit)
 
-    def _leave_hook(self, *_: Any) -> None:
+    def _leave(self, *_: Any) -> None:
         if self._entered:
             self._entered.pop()
         self._change(self._entered[-1] if self._entered else "")

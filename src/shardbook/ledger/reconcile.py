@@ -78,6 +78,9 @@ class Blocks:
         running = sum(block.nbytes for block in self.live.values()) + self.unknown
         peak = Peak(running, merged[0].nanoseconds if merged else end)
         told: list[Change] = []
+        held = {change.address for change in changes if change.nbytes > 0} | self.live.keys()
+        for item in items:
+            item.is_backed = item.is_backed or item.address in held
         for entry in merged:
             change = self._unrecorded(entry) if isinstance(entry, _Death) else entry
             if change is not None:
@@ -198,9 +201,9 @@ class Reader:
         ]
 
     def overstated(self, instant: int) -> int:
-        """Bytes of items that live at an instant in no block."""
+        """Bytes of items that live at an instant in no block, and had one earlier."""
         matched = {item for block in self.blocks if block.allocated <= instant < (block.freed or _FOREVER) for item in block.items}
-        live = {item for item in self.log.items if item.born <= instant < (item.died or _FOREVER)}
+        live = {item for item in self.log.items if item.is_backed and item.born <= instant < (item.died or _FOREVER)}
         return sum(item.nbytes for item in live - matched - set(self.apart))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardbook.accounts import Account
+from shardbook.errors import BudgetError
 from shardbook.ledger.items import Item, Items
 from shardbook.ledger.peer_operators import STAGED, Place, places_of
 from shardbook.ledger.places import Places
@@ -68,6 +69,7 @@ class Watcher(TorchDispatchMode):
         self._known: dict[Any, tuple[str, tuple[Place, ...]]] = {}
         self._engine = ""
         self.operators: list[Operator] = []
+        self.blind: dict[str, str] = {}  # operators whose tensors could not be booked, and why
         self.reduces = False
 
     def serve(self, engine: str, *, reduces: bool) -> None:
@@ -96,7 +98,12 @@ class Watcher(TorchDispatchMode):
         operator.end = time.perf_counter_ns()
         if operator.name in _STAGED:
             operator.staged = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[_STAGED[operator.name]]))
-        self._see(func, args, kwargs, result, place)
+        try:
+            self._see(func, args, kwargs, result, place)
+        except BudgetError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what can't be booked must not stop what is measured
+            self.blind[operator.name] = f"{type(error).__name__}: {error}".splitlines()[0]
         return result
 
     def turn(self) -> list[Operator]:

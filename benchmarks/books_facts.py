@@ -23,7 +23,7 @@ BUCKETS = tuple(Case(engine=f"deepspeed-{stage}", dtype=dtype) for stage in (1, 
 GATHERING = tuple(Case(engine=name) for name in ("fsdp2-keep", "fsdp2", "shardbook-3"))
 ADAMW = tuple(Case(engine=name, shape="small") for name in ("plain-foreach", "plain"))
 LOGITS = (Case(engine="plain", micro_batch=2, shape="wide vocabulary"),)
-OVER = tuple(Case(engine=name, micro_batch=8, shape="oversized") for name in ("shardbook-3", "fsdp2"))
+OVER = tuple(Case(engine=name, micro_batch=16, shape="oversized") for name in ("shardbook-3", "fsdp2"))
 
 
 def bucket_cases(*, quick: bool) -> tuple[Case, ...]:

@@ -161,7 +161,7 @@ def _is_foreign(storage: torch.UntypedStorage) -> bool:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The tensor's storage; ``None`` for one without (a wrapper around another tensor, which is found by itself; a sparse one)."""
-    if _has_no_memory(type(tensor)):
+    if type(tensor) is not Tensor and _has_no_memory(type(tensor)):
         return None
     try:
         storage = tensor.untyped_storage()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardbook.accounts import Account, Tier
-from shardbook.events import Booking, Observer
+from shardbook.accounts import Account
+from shardbook.events import Booking
 from shardbook.ledger.allocator import storage_of
 
 
@@ -47,10 +47,13 @@ class Item:
 
 
 class Items:
-    """All items that live, by address; those of the step so far, in order; and a booking for every change to whoever listens."""
+    """All items that live, by address, and those of the step so far, in order.
 
-    def __init__(self, listener: Observer) -> None:
-        self._listener = listener
+    ``move`` is told of every change: (account, unit, bytes, phase). A plain call, as there is one for most operators.
+    """
+
+    def __init__(self, move: Callable[[Account, str, int, str], None]) -> None:
+        self._move = move
         self.live: dict[int, Item] = {}
         self.recent: list[Item] = []
         self.gathered: list[Item] = []  # in accounts whose storages are emptied and filled again
@@ -183,11 +186,7 @@ class Items:
             self.gathered.append(item)
 
     def _tell(self, item: Item, sign: int) -> None:
-        self._listener(
-            Booking(
-                account=item.account, tier=Tier.DEVICE, unit=item.unit, nbytes=sign * item.nbytes, phase=item.phase, address=item.address
-            )
-        )
+        self._move(item.account, item.unit, sign * item.nbytes, item.phase)
 
 
 def _closing(items: Items, item: Item) -> Callable[[Any], None]:

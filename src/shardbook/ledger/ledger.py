@@ -37,23 +37,26 @@ class Ledger:
         """Take one event."""
         if isinstance(event, Traffic):
             self._sent += event.sent_nbytes
-        if not isinstance(event, Booking):
-            return
-        key, unit = (str(event.account), str(event.tier)), (str(event.account), str(event.tier), event.unit)
-        self._balances[key] = self._balances.get(key, 0) + event.nbytes
-        self._units[unit] = self._units.get(unit, 0) + event.nbytes
-        self._total += event.nbytes
+        if isinstance(event, Booking):
+            self.move(event.account, event.tier, event.unit, event.nbytes, event.phase)
+
+    def move(self, account: str, tier: str, unit: str, nbytes: int, phase: str) -> None:
+        """``nbytes`` go into an account, or out of it when negative."""
+        key, place = (account, tier), (account, tier, unit)
+        self._balances[key] = self._balances.get(key, 0) + nbytes
+        self._units[place] = self._units.get(place, 0) + nbytes
+        self._total += nbytes
         if self._total > self._peak_total:
-            self._peak_total, self._peak_phase = self._total, event.phase
+            self._peak_total, self._peak_phase = self._total, phase
             self._peak = self._balances.copy()
 
     def balances(self) -> Mapping[tuple[str, str], int]:
         """(account, tier) to bytes now; accounts that hold nothing are left out."""
-        return {key: nbytes for key, nbytes in self._balances.items() if nbytes}
+        return {(str(account), str(tier)): nbytes for (account, tier), nbytes in self._balances.items() if nbytes}
 
     def balances_by_unit(self) -> Mapping[tuple[str, str, str], int]:
         """(account, tier, unit) to bytes now."""
-        return {key: nbytes for key, nbytes in self._units.items() if nbytes}
+        return {(str(account), str(tier), unit): nbytes for (account, tier, unit), nbytes in self._units.items() if nbytes}
 
     @property
     def total(self) -> int:
@@ -63,7 +66,7 @@ class Ledger:
     @property
     def peak(self) -> Mapping[tuple[str, str], int]:
         """(account, tier) to bytes at the instant when all accounts together held most."""
-        return {key: nbytes for key, nbytes in self._peak.items() if nbytes}
+        return {(str(account), str(tier)): nbytes for (account, tier), nbytes in self._peak.items() if nbytes}
 
     @property
     def peak_phase(self) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardbook.accounts import Account
+from shardbook.accounts import Account, Tier
 from shardbook.document import RunDocument, Shortage, StepMemory
 from shardbook.errors import BudgetError, ConfigError, UsageError
 from shardbook.events import Booking, Event, Traffic
@@ -249,16 +249,16 @@ class Measurement:
         elif isinstance(event, Booking) and self.mode == "full":
             self._items.book(event)
 
-    def _book(self, event: Event) -> None:
-        self.ledger(event)
-        if self.budget is None or not isinstance(event, Booking) or event.nbytes <= 0 or self.ledger.total <= self.budget:
+    def _book(self, account: Account, unit: str, nbytes: int, phase: str) -> None:
+        self.ledger.move(account, Tier.DEVICE, unit, nbytes, phase)
+        if self.budget is None or nbytes <= 0 or self.ledger.total <= self.budget:
             return
         if self.ledger.total - self._items.unclaimed_nbytes > self.budget:
             budget, self.budget = self.budget, None  # said once: what goes on after it is somebody's own decision
-            self._run_short(event.account, event.nbytes, budget)
+            self._run_short(account, nbytes, budget)
             raise BudgetError(
-                f"budget = {budget:,} bytes: {event.nbytes:,} more were wanted for {event.account} in {event.phase} of "
-                f"{event.unit or 'no unit'}; {self.ledger.total:,} would be held; the levers are in document().shortage"
+                f"budget = {budget:,} bytes: {nbytes:,} more were wanted for {account} in {phase} of "
+                f"{unit or 'no unit'}; {self.ledger.total:,} would be held; the levers are in document().shortage"
             )
 
     def _fail(self, error: RuntimeError, operator: Operator) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SMALL = ("--vocab", "500", "--layers", "3", "--width", "84", "--sequence", "16", "--real", "1", "2", "--fake", "8")
+SMALL = ("--vocab", "500", "--layers", "3", "--width", "84", "--sequence", "64", "--micro-batch", "4", "--real", "1", "2", "--fake", "8")
 
 
 def run(*arguments: str) -> str:

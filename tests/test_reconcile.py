@@ -11,9 +11,9 @@ from shardbook.ledger.shortage import Situation, shortage_of
 from shardbook.ledger.watcher import Operator
 
 
-def item(address, nbytes, account, born, died=None, *, storage_died=False):
+def item(address, nbytes, account, born, died=None, *, memory_gone=False):
     made = Item(address, nbytes, account, "unit", "name", "forward")
-    made.born, made.died, made.storage_died = born, died, storage_died
+    made.born, made.died, made.memory_gone = born, died, memory_gone
     return made
 
 
@@ -60,15 +60,15 @@ def test_a_collectives_staging_is_recognised_by_its_length():
 
 
 def test_blocks_older_than_the_records_and_those_freed_elsewhere_go_with_their_storage():
-    old = item(1, 100, Account.PARAM, 0, 50, storage_died=True)
-    elsewhere = item(2, 40, Account.COMM, 105, 150, storage_died=True)
+    old = item(1, 100, Account.PARAM, 0, 50, memory_gone=True)
+    elsewhere = item(2, 40, Account.COMM, 105, 150, memory_gone=True)
     found, blocks = log([(100, 2, 40), (200, 3, 60)], [old, elsewhere, item(3, 60, Account.GRAD, 201)], base=[old])
     assert found.peak == Peak(100, 50) or found.peak.nbytes == 100
     assert sum(block.nbytes for block in blocks.live.values()) == 60
 
 
 def test_a_free_that_was_recorded_is_not_taken_twice():
-    seen = item(1, 10, Account.WORKSPACE, 105, 149, storage_died=True)
+    seen = item(1, 10, Account.WORKSPACE, 105, 149, memory_gone=True)
     found, blocks = log([(100, 1, 10), (150, 1, -10), (160, 1, 20)], [seen, item(1, 20, Account.GRAD, 161)])
     assert sum(block.nbytes for block in blocks.live.values()) == 20
     assert found.peak == Peak(20, 160)

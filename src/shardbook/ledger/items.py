@@ -22,13 +22,13 @@ class Item:
     """One storage in the books.
 
     ``born`` and ``died`` are of ``time.perf_counter_ns``; ``died`` is None while it lives. ``is_booked``: by the engine whose it is, so
-    that nobody else moves it. ``is_backed``: the allocator had a block for it, once. ``storage_died``: it ended with its storage, not
-    by somebody's word.
+    that nobody else moves it. ``is_backed``: the allocator had a block for it, once. ``memory_gone``: it ended with its storage, or
+    with the storage's memory, not by somebody's word.
     """
 
     __slots__ = (
         "account", "address", "born", "died", "dtype", "is_backed", "is_booked", "name", "nbytes", "phase", "reference", "shape",
-        "site", "storage_died", "storage_key", "unit",
+        "site", "memory_gone", "storage_key", "unit",
     )  # fmt: skip
 
     def __init__(self, address: int, nbytes: int, account: Account, unit: str, name: str, phase: str) -> None:
@@ -38,7 +38,7 @@ class Item:
         self.reference: weakref.ref[Any] | None = None
         self.born = time.perf_counter_ns()
         self.died: int | None = None
-        self.is_backed = self.is_booked = self.storage_died = False
+        self.is_backed = self.is_booked = self.memory_gone = False
         self.storage_key = 0
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
@@ -79,7 +79,8 @@ class Items:
             self.close(item)  # its memory went without a word, and this is another's
         moved = self._by_key.get(storage._cdata)
         if moved is not None and moved.is_of(storage):
-            self.close(moved)  # the same storage, elsewhere
+            moved.memory_gone = True  # the same storage, elsewhere
+            self.close(moved)
         return self._see_first(tensor, storage, account, place, name)
 
     def take_older(self, tensor: Tensor, storage: torch.UntypedStorage, name: str) -> None:
@@ -103,11 +104,9 @@ class Items:
         if item is not None:
             self.know(item, account, name)
 
-    def hang(self, tensor: Tensor) -> None:
+    def hang(self, storage: torch.UntypedStorage) -> None:
         """It hangs on a model: older and in no account, but not somebody else's."""
-        storage = storage_of(tensor)
-        if storage is not None:
-            self.unclaimed.pop(storage.data_ptr(), None)
+        self.unclaimed.pop(storage.data_ptr(), None)
 
     def _see_first(self, tensor: Tensor, storage: torch.UntypedStorage, account: Account, place: tuple[str, str], name: str) -> Item:
         address, nbytes = storage.data_ptr(), storage.nbytes()
@@ -191,7 +190,7 @@ class Items:
 
 def _closing(items: Items, item: Item) -> Callable[[Any], None]:
     def close(_: Any) -> None:
-        item.storage_died = item.died is None
+        item.memory_gone = item.died is None
         items.close(item)
 
     return close

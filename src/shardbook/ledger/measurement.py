@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from shardbook.accounts import Account, Tier
 from shardbook.document import RunDocument, Shortage, StepMemory
 from shardbook.errors import BudgetError, ConfigError, UsageError
-from shardbook.events import Booking, Event, Traffic
+from shardbook.events import Booking, Event, Mark, Traffic
 from shardbook.ledger import assemble
-from shardbook.ledger.allocator import counter_of, is_profiling, live_storages, records_of
+from shardbook.ledger.allocator import counter_of, is_profiling, live_storages, records_of, shown, storage_of
 from shardbook.ledger.counters import counters
 from shardbook.ledger.items import Items
 from shardbook.ledger.ledger import Ledger
@@ -194,12 +194,20 @@ class Measurement:
         if self.mode == "full":
             self._take_base()
             self._scan()
-            for tensor in self._owners.attributes():
-                self._items.hang(tensor)
             self._stack.enter_context(self._watcher.saving())
             self._stack.enter_context(self._watcher)
         self._start()
         self._stack.callback(self._stop, counts=False)
+
+    def _take_hanging(self) -> None:
+        """What hangs on a model is not somebody else's, though it is in no account."""
+        with shown():
+            for found in self._owners.hanging():
+                storage = found if isinstance(found, torch.UntypedStorage) else storage_of(found)
+                if storage is not None and storage.nbytes() and storage.device.type == self._device.type:
+                    if isinstance(found, torch.UntypedStorage):
+                        self._items.take_older(torch.empty(0, dtype=torch.uint8).set_(storage), storage, _OLDER)
+                    self._items.hang(storage)
 
     def _find_rank(self) -> None:
         """The process group may come after the measurement has begun, and go before it ends."""
@@ -215,6 +223,7 @@ class Measurement:
         for address, (tensor, storage) in live_storages(self._device).items():
             if address not in self._excluded:
                 self._items.take_older(tensor, storage, _OLDER)
+        self._take_hanging()
         base = dict(self._items.live)
         self._base = sum(item.nbytes for item in base.values())
         unknown = max(0, torch.cuda.memory_allocated(self._device) - self._base) if self._device.type == "cuda" else 0
@@ -243,6 +252,8 @@ class Measurement:
     def _hear(self, event: Event) -> None:
         """The engine's own words."""
         self._timeline(event)
+        if isinstance(event, Mark) and event.name == "step":
+            self._places.stepping = event.edge == "begin"
         if isinstance(event, Traffic):
             self._sent += event.sent_nbytes
             self._sent_in_step += event.sent_nbytes

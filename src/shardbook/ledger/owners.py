@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,8 +16,8 @@ from shardbook.events import Observer
 from shardbook.ledger.allocator import shown
 from shardbook.ledger.items import Items
 from shardbook.ledger.peers import Holding, engine_of, holdings, module_of
-from shardbook.ledger.peers_naming import tensors_in
 from shardbook.ledger.places import Places
+from shardbook.ledger.reach import reached
 
 _REDUCING = ("fsdp2", "deepspeed", "shardbook")
 
@@ -100,13 +100,12 @@ class Owners:
             for model in self.models or (None,):
                 yield from holdings(model, optimizer)
 
-    def attributes(self) -> Iterator[Any]:
-        """Tensors that hang on the models' modules without being parameters or buffers."""
+    def hanging(self) -> Iterator[Any]:
+        """Tensors and storages that the models' modules reach in any way: attributes, containers, closures, classes of their own."""
         for model in self.models:
-            for module in module_of(model).modules():
-                for name, value in vars(module).items():
-                    if not name.startswith("_") and isinstance(value, (Tensor, list, tuple, dict)):
-                        yield from tensors_in(value)
+            modules = list(module_of(model).modules())
+            own = {kind for module in modules for kind in type(module).__mro__ if not kind.__module__.startswith("torch")}
+            yield from reached([*map(vars, modules), *(list(vars(kind).values()) for kind in own - {object})])
 
     def sampled(self) -> dict[str, int]:
         """Account to bytes held now, by looking alone."""
@@ -158,7 +157,7 @@ class Owners:
         found = {
             "added": sorted(now.keys() - before.keys()),
             "gone": sorted(before.keys() - now.keys()),
-            "of another size": [name for name in kept if now[name][0] != before[name][0]],
+            "of another size": [name for name in kept if now[name][0] != before[name][0] > 0],  # 0: it was a lazy one
         }
         if self.engine in ("plain", "ddp"):  # the others replace what a model is made of themselves
             found["replaced"] = [name for name in kept if now[name][1] != before[name][1]]

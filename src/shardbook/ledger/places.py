@@ -4,6 +4,7 @@ A unit is a child of a list of modules (a transformer block), or a module outsid
 shardbook's engine, and people, gather and release together.
 """
 
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -36,14 +37,14 @@ def _is_chain_of_blocks(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and len(children) > 1 and all(any(True for _ in child.children()) for child in children)
 
 
-class _Hook:
-    """A hook of one module. A copy of the module, or one that is saved, takes a hook along that does nothing."""
+class Hook:
+    """A hook of one module in one thread. A copy of the module, or one that is saved, takes a hook along that does nothing."""
 
     def __init__(self, module: nn.Module, call: Callable[..., None]) -> None:
-        self._module, self._call = weakref.ref(module), call
+        self._module, self._call, self._thread = weakref.ref(module), call, threading.get_ident()
 
     def __call__(self, module: nn.Module, *given: Any) -> None:
-        if module is self._module():
+        if module is self._module() and threading.get_ident() == self._thread:
             self._call(*given)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -84,7 +85,7 @@ class Places:
         followed = [(path, module, self._entering(path)) for path, module in units] if self._follows_units else []
         with suppress(RuntimeError):  # a scripted module takes no hooks: it is measured without units
             for _, module, entering in (*followed, (ROOT, model, enter)):
-                before, after = _Hook(module, entering), _Hook(module, self._leave)
+                before, after = Hook(module, entering), Hook(module, self._leave)
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 

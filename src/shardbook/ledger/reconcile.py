@@ -73,14 +73,12 @@ class Blocks:
 
     def follow(self, changes: Sequence[Change], end: int, items: Sequence[Item]) -> tuple[list[Change], Peak]:
         """Takes the changes of a step; returns them with the frees that nobody recorded, and the peak. ``items``: of the step."""
-        deaths = [_Death(item) for item in items if item.storage_died and item.died is not None and item.died <= end]
+        deaths = [_Death(item) for item in items if item.memory_gone and item.died is not None and item.died <= end]
         merged = sorted([*changes, *deaths], key=lambda entry: entry.nanoseconds)
         running = sum(block.nbytes for block in self.live.values()) + self.unknown
         peak = Peak(running, merged[0].nanoseconds if merged else end)
         told: list[Change] = []
-        held = {change.address for change in changes if change.nbytes > 0} | self.live.keys()
-        for item in items:
-            item.is_backed = item.is_backed or item.address in held
+        self._back(items, changes)
         for entry in merged:
             change = self._unrecorded(entry) if isinstance(entry, _Death) else entry
             if change is not None:
@@ -89,6 +87,19 @@ class Blocks:
                 if running > peak.nbytes:
                     peak = Peak(running, change.nanoseconds)
         return told, peak
+
+    def _back(self, items: Sequence[Item], changes: Sequence[Change]) -> None:
+        """Note which items the allocator has had a block for: those of numpy, of another process or another thread never have one."""
+        spans = {address: [[block.allocated, _FOREVER]] for address, block in self.live.items()}
+        for change in changes:
+            if change.nbytes > 0:
+                spans.setdefault(change.address, []).append([change.nanoseconds, _FOREVER])
+            elif change.address in spans:
+                spans[change.address][-1][1] = change.nanoseconds
+        for item in items:
+            if not item.is_backed:
+                end = item.died or _FOREVER
+                item.is_backed = any(begin < end and item.born < freed for begin, freed in spans.get(item.address, ()))
 
     def _unrecorded(self, death: "_Death") -> Change | None:
         """The allocator is silent about blocks older than its records, and on a CPU about frees in other threads."""

@@ -331,6 +331,15 @@ class Measurement:
             self._scan()
 
     def _scan(self) -> None:
+        """Ask models and optimizers what they hold. One that can't be read must not stop the loop that it is part of."""
+        try:
+            self._ask_owners()
+        except BudgetError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            self._say(f"what models and optimizers hold could not be read ({type(error).__name__}: {error})")
+
+    def _ask_owners(self) -> None:
         if self.mode == "full":
             self._owners.scan(self._items)
             self._watcher.serve(self._owners.engine, reduces=self._owners.reduces)

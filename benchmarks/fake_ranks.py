@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from benchmarks import ranks
 from shardbook.events import Booking, Event
+from shardbook.ledger.counters import peak_resident_nbytes
 from shardbook.ledger.ledger import Ledger
 from shardbook.models.config import DecoderConfig
 from shardbook.models.decoder import Decoder, init_weights
-from shardbook.ledger.counters import peak_resident_nbytes
 
 SEVEN_BILLION = DecoderConfig(vocab=32_000, layers=32, width=4096, heads=32, kv_heads=32, ffn=11_008)
 SMALL = DecoderConfig(vocab=320, layers=3, width=96, heads=4, kv_heads=2, ffn=208)

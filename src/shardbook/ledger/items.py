@@ -27,8 +27,22 @@ class Item:
     """
 
     __slots__ = (
-        "account", "address", "born", "died", "dtype", "is_backed", "is_booked", "name", "nbytes", "phase", "reference", "shape",
-        "site", "memory_gone", "storage_key", "unit",
+        "account",
+        "address",
+        "born",
+        "died",
+        "dtype",
+        "is_backed",
+        "is_booked",
+        "memory_gone",
+        "name",
+        "nbytes",
+        "phase",
+        "reference",
+        "shape",
+        "site",
+        "storage_key",
+        "unit",
     )  # fmt: skip
 
     def __init__(self, address: int, nbytes: int, account: Account, unit: str, name: str, phase: str) -> None:

@@ -223,3 +223,24 @@ def _wrong_values(transport: Any, turn: int, device: torch.device) -> Iterator[s
     sleep()
     if transport.exchange(torch.full((7,), float(turn), dtype=torch.float64, device=device), "check").tolist() != [[float(turn)] * 7]:
         yield "exchange"
+
+
+def books(device: str, stage: int) -> Found:
+    """Measured steps of the engine: books against the allocator, and the allocator's history against its own peak counter."""
+    import shardbook as sb
+
+    where = prepare(device)
+    contender = engines.make(f"shardbook-{stage}", "fp32", models.SMALL, device)
+    with sb.measure(contender.model, contender.optimizer) as measured:
+        for step in range(STEPS):
+            contender.step(*(tensor.to(where) for tensor in models.batch(models.SMALL, 2, rank=dist.get_rank(), step=step)))
+    contender.settle()
+    document = measured.document()
+    wrong = list(document.notes)
+    for found in document.reconciliations:
+        if found.books["UNACCOUNTED"] > 0.01 * found.allocated:
+            wrong.append(f"rank {found.rank}: {found.books['UNACCOUNTED']:,} of {found.allocated:,} bytes unaccounted")
+        if (counter := document.counters[found.rank].allocated) is not None and abs(counter - found.allocated) > 0.001 * counter:
+            wrong.append(f"rank {found.rank}: {found.allocated:,} bytes by the history, {counter:,} by the peak counter")
+    figures = {"unaccounted": max(found.books["UNACCOUNTED"] / found.allocated for found in document.reconciliations)}
+    return Found(wrong=wrong, figures=figures)

@@ -89,6 +89,9 @@ def checks(device: str) -> Iterator[Check]:
                 case=gpu_memory.memory,
                 arguments=arguments,
             )
+        for stage in (0, 3):
+            name = f"N = {num_ranks} {backend}, stage {stage}, fp32: books against the allocator"
+            yield Check(name=name, num_ranks=num_ranks, backend=backend, case=gpu_cases.books, arguments=(device, stage))
 
 
 def _equality(name: str, num_ranks: int, backend: str, device: str, training: Training) -> Check:

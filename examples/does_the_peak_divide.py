@@ -218,7 +218,8 @@ def report(found: Sequence[Found], checked: str, console: Console) -> None:
     for account in whole_accounts(one, most):
         console.print(f"  {account}: {WHY[Account(account)]}")
     console.print(f"  padding: {size(most.padding)} of the persistent state, where shards are cut at multiples of 64 elements")
-    console.print(f"\n{checked}\n\n{answer(found)}")
+    console.print(f"\n{checked}\n")
+    console.print(answer(found), soft_wrap=True)  # one sentence on one line, also where somebody reads the last line alone
 
 
 def check(real: Found, fake: Found) -> str:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -856,6 +857,33 @@ def test_two_thousand_layers():
     document = same_bits(deep_loop)
     assert document.peak["PARAM"] == 2000 * 8 * 8 * 4
     assert document.peak["GRAD"] >= 1999 * 8 * 8 * 4  # the last one may be on its way
+
+
+HIDING_PLACES = {
+    "an attribute": lambda hidden: {"_hidden": hidden},
+    "a list": lambda hidden: {"_cache": [hidden]},
+    "a set": lambda hidden: {"seen": {hidden}},
+    "an object": lambda hidden: {"extra": SimpleNamespace(inner={"deep": hidden})},
+    "a closure": lambda hidden: {"function": lambda: hidden},
+    "a storage": lambda hidden: {"storage": hidden.untyped_storage()},
+    "a module that is no child": lambda hidden: {"others": [nn.ParameterList([nn.Parameter(hidden, requires_grad=False)])]},
+}
+
+
+@pytest.mark.parametrize("place", HIDING_PLACES)
+def test_what_a_unit_hid_before_the_measurement_is_unaccounted(place):
+    model = mlp()
+    vars(model[2]).update(HIDING_PLACES[place](torch.zeros(MIB, dtype=torch.uint8)))
+    optimizer = sgd(model)
+    with sb.measure(model, optimizer) as run:
+        for _ in range(2):
+            model(batch()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (found,) = run.document().reconciliations
+    assert MIB <= found.books["UNACCOUNTED"] <= MIB + 0.001 * found.allocated
+    assert sum(found.books.values()) == found.allocated
+    assert found.overstated == 0
 
 
 def crossing(where):

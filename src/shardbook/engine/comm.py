@@ -256,8 +256,9 @@ class FakePointToPoint(PointToPoint):
             lists = [[nothing if one is None or peer == self.rank else one for peer, one in enumerate(many)] for many in (receives, sends)]
             dist.all_to_all(lists[0], lists[1], group=self._group)
             if is_memory_known(nothing):  # nobody has sent anything: the others are taken to be as this rank
-                for target, source in zip(landed, sent, strict=True):
-                    target.copy_(source)
+                own = sends[self.rank]
+                for target in landed:
+                    target.copy_(own if own is not None else sent[0])
         self._journal.traffic(kind, channel.name, label.sequence, sum(source.numel() * source.element_size() for source in sent))
         return _Done()
 

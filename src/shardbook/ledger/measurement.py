@@ -319,7 +319,8 @@ class Measurement:
 
     def _before_step(self, *_: Any) -> None:
         self._places.stepping = True
-        self._scan()
+        if self._expects_news:
+            self._scan()
 
     def _after_step(self, *_: Any) -> None:
         self._places.stepping = False
@@ -327,8 +328,16 @@ class Measurement:
         if not self._is_called and not self._marked:  # parts of the model alone: nothing else will tell where the step ends
             self._stop(counts=True)
             self._start()
-        if self.mode == "full" or self.num_steps == 0:
+        if self._expects_news and (self.mode == "full" or self.num_steps == 0):
             self._scan()
+
+    @property
+    def _expects_news(self) -> bool:
+        """Whether models and optimizers may hold what they did not at the last look, and operators alone don't tell.
+
+        In a plain loop that is so until there is optimizer state: gradients are seen when autograd lays them at their parameters.
+        """
+        return self.num_steps < _LOOKS or self._owners.engine not in ("plain", "ddp")
 
     def _scan(self) -> None:
         """Ask models and optimizers what they hold. One that can't be read must not stop the loop that it is part of."""

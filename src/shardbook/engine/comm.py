@@ -255,10 +255,9 @@ class FakePointToPoint(PointToPoint):
             nothing = sent[0].new_empty(0)  # real tensors go through a check of the lists' length
             lists = [[nothing if one is None or peer == self.rank else one for peer, one in enumerate(many)] for many in (receives, sends)]
             dist.all_to_all(lists[0], lists[1], group=self._group)
-            if is_memory_known(nothing):  # nobody has sent anything: the others are taken to be as this rank
-                own = sends[self.rank]
+            if is_memory_known(nothing):  # nobody has sent anything: what is there must be numbers all the same
                 for target in landed:
-                    target.copy_(own if own is not None else sent[0])
+                    target.zero_()
         self._journal.traffic(kind, channel.name, label.sequence, sum(source.numel() * source.element_size() for source in sent))
         return _Done()
 

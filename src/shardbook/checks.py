@@ -194,7 +194,7 @@ def refuse(what: str, allowed: str, remedy: str) -> NoReturn:
 
 
 SIZE_EXAMPLE = "8GiB"
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SIZE_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def parse_nbytes(text: str) -> int | None:
@@ -204,6 +204,6 @@ def parse_nbytes(text: str) -> int | None:
     (8589934592, 1500000, None, None)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
-    if found is None or found[2] not in _UNITS:
+    if found is None or found[2] not in SIZE_UNITS:
         return None
-    return int(float(found[1]) * _UNITS[found[2]]) or None
+    return int(float(found[1]) * SIZE_UNITS[found[2]]) or None

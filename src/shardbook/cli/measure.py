@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from shardbook.checks import SIZE_EXAMPLE, SIZE_UNITS, parse_nbytes
 from shardbook.document import RunDocument, write_atomically
 from shardbook.errors import ConfigError
 from shardbook.report.console import heading, shortage_table
@@ -21,7 +22,6 @@ from shardbook.train.world import ALONE, World, find_world
 
 NO_TORCH = "measuring needs torch, which is not here: pip install 'shardbook[train]'"
 NO_PICTURES = "--html needs {missing}, which is not here: pip install 'shardbook[report]'"
-UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 _QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of blocks older than the profiler, which the measurement finds by itself
@@ -113,9 +113,11 @@ def parse_budget(text: str | None) -> int | None:
     """
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2] not in UNITS or not (nbytes := int(float(found[1]) * UNITS[found[2]])):
-        raise ConfigError(f"--budget {text!r}: allowed is a number above 0 with one of {', '.join(UNITS)} behind it, as in 8GiB")
+    nbytes = parse_nbytes(text)
+    if nbytes is None:
+        raise ConfigError(
+            f"--budget {text!r}: allowed is a number above 0 with one of {', '.join(SIZE_UNITS)} behind it, as in {SIZE_EXAMPLE}"
+        )
     return nbytes
 
 

@@ -57,10 +57,12 @@ def sent_by_the_kernel() -> dict[int, int]:
     sent_by: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            status = os.stat(f"/proc/self/fd/{name}")
+            copy = os.dup(int(name))  # first of all: an engine of an earlier test may be closing its connections meanwhile
+            status = os.fstat(copy)
             if not stat.S_ISSOCK(status.st_mode):
+                os.close(copy)
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
+            with socket.socket(fileno=copy) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     sent, again = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent and _retrans, Linux 4.19

@@ -163,7 +163,7 @@ def check(document: RunDocument, most: float) -> None:
 def test_every_byte_of_a_stage_is_in_an_account(stage, precision, kind):
     accumulate = 2 if kind == "llama" else 1
     answers = ranks.call(NUM_RANKS, of_shardbook, stage, sb.Precision(param=precision), kind, accumulate)
-    for rank, (document, losses, formula, held, _) in enumerate(answers):
+    for rank, (document, _, formula, held, _) in enumerate(answers):
         check(document, 0.001 if precision == "fp32" else 0.01)
         assert document.engine == f"shardbook stage {stage}"
         found = document.reconciliations[rank]
@@ -173,7 +173,6 @@ def test_every_byte_of_a_stage_is_in_an_account(stage, precision, kind):
             assert found.books.get(account, 0) <= formula.get(account, 0)
         assert len(document.times) == NUM_RANKS
         assert all(time.exposed + time.compute == pytest.approx(time.seconds, rel=1e-6) for time in document.times)
-        assert losses[-1] < losses[0] + 0.5
 
 
 @pytest.mark.ranks

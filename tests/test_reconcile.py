@@ -5,7 +5,6 @@ import pytest
 from shardbook.accounts import Account
 from shardbook.ledger.allocator import Change, CudaRecords
 from shardbook.ledger.items import Item
-from shardbook.ledger.peers import engine_of
 from shardbook.ledger.reconcile import Blocks, Peak, StepLog, curve, reconcile
 from shardbook.ledger.shortage import Situation, shortage_of
 from shardbook.ledger.watcher import Operator
@@ -63,7 +62,7 @@ def test_blocks_older_than_the_records_and_those_freed_elsewhere_go_with_their_s
     old = item(1, 100, Account.PARAM, 0, 50, memory_gone=True)
     elsewhere = item(2, 40, Account.COMM, 105, 150, memory_gone=True)
     found, blocks = log([(100, 2, 40), (200, 3, 60)], [old, elsewhere, item(3, 60, Account.GRAD, 201)], base=[old])
-    assert found.peak == Peak(100, 50) or found.peak.nbytes == 100
+    assert found.peak == Peak(100, 50)
     assert sum(block.nbytes for block in blocks.live.values()) == 60
 
 
@@ -116,4 +115,3 @@ def test_levers_begin_with_the_cheapest_that_frees_anything(engine, phase, first
     freed = {lever.name: lever.nbytes for lever in told.levers}
     if engine == "ddp":
         assert freed == {"ZeRO stage 1": 1500, "ZeRO stage 2": 1500 + 1500, "ZeRO stage 3": 1500 + 1500 + 750}
-    assert engine_of(None, None) == "plain"

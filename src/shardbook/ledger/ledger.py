@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from shardbook.accounts import Account
 from shardbook.document import RunDocument
 from shardbook.events import Booking, Event, Observer, Traffic
 
@@ -84,10 +83,6 @@ class Ledger:
             sent_nbytes=(self._sent,), sent_nbytes_per_step=0, memory=(), mode="books",
             notes=("the books of one rank's engine, without a measurement: accounts that an engine does not book are missing",),
         )  # fmt: skip
-
-    def balance(self, account: Account) -> int:
-        """Bytes of one account now, over all tiers."""
-        return sum(nbytes for (name, _), nbytes in self._balances.items() if name == account)
 
     def close(self) -> None:
         """Stop following the engine."""

@@ -8,7 +8,7 @@ per operator. Whatever happens inside, what was seen until then can be had from 
 import gc
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -29,10 +29,11 @@ from shardbook.ledger.items import Items
 from shardbook.ledger.ledger import Ledger
 from shardbook.ledger.owners import Owners
 from shardbook.ledger.peers import module_of
+from shardbook.ledger.peers_naming import tensors_in
 from shardbook.ledger.places import Places
 from shardbook.ledger.reconcile import Blocks, StepLog, curve, place_of_peak, reconcile
 from shardbook.ledger.shortage import Situation, asked_nbytes, shortage_of
-from shardbook.ledger.timeline import Timeline
+from shardbook.ledger.timeline import Timeline, clock_for
 from shardbook.ledger.watcher import Operator, Watcher, is_out_of_memory
 
 Mode = Literal["full", "light"]
@@ -103,11 +104,10 @@ class Measurement:
         self._rank, self._num_ranks = 0, 1
         self._places, self._items = Places(follows_units=mode == "full"), Items(self._book)
         self._watcher = Watcher(self._items, self._places, self._fail, self._move)
-        self._logs: dict[int, StepLog] = {}
+        self._highest: StepLog | None = None  # the step whose peak is highest so far
         self._steps: list[StepMemory] = []
         self._sampled: dict[str, int] = {}
-        self._timeline = Timeline()
-        self._sent = self._sent_in_step = self._seconds = 0
+        self._sent = self._sent_in_step = self._sent_in_last_step = self._seconds = 0
         self._stepped = self._marked = self._is_open = self._is_observed = self._is_scanned = self._is_lost = False
         self._part: assemble.Part | None = None
         self._stack = ExitStack()
@@ -183,6 +183,7 @@ class Measurement:
     def _open(self) -> None:
         model, optimizer = self._given
         self._device = _device_of(model)
+        self._timeline = Timeline(clock=clock_for(self._device.type))
         self._find_rank()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -312,7 +313,7 @@ class Measurement:
             self._scan()
             self._is_scanned = bool(self._owners.models)
         if self.mode == "full":
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 item = self._items.see(tensor, Account.INPUT, ("between", ""), "input")
                 if item is not None and item.account in (Account.WORKSPACE, Account.UNACCOUNTED):
                     self._items.know(item, Account.INPUT, "input")
@@ -373,7 +374,7 @@ class Measurement:
         self.num_steps += counts
         self._seconds += (end - self._began) * counts
         if counts:
-            self._last_sent = self._sent_in_step
+            self._sent_in_last_step = self._sent_in_step
         if self.mode == "full":
             self._log(self._before_first + self.num_steps if counts else 0)
         self._places.turn()
@@ -392,8 +393,8 @@ class Measurement:
         phase, unit = place_of_peak(log)
         if number:
             self._steps.append(StepMemory(rank=self._rank, step=number, peak_allocated=peak.nbytes, phase=phase, unit=unit))
-        if not self._logs or peak.nbytes > self._highest.peak.nbytes:
-            self._logs = {number: log}
+        if self._highest is None or peak.nbytes > self._highest.peak.nbytes:
+            self._highest = log
 
     def _note_apart(self, count: int, nbytes: int) -> None:
         self._say(f"{count} tensors of this process, {nbytes:,} bytes, are older than the measurement and had no part in it: in no figure")
@@ -401,10 +402,6 @@ class Measurement:
     def _say(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
-
-    @property
-    def _highest(self) -> StepLog:
-        return next(iter(self._logs.values()))
 
     def _summarise(self) -> assemble.Part:
         if self._is_lost:
@@ -415,7 +412,8 @@ class Measurement:
         apart_nbytes = sum(item.nbytes for item in apart)
         if apart_nbytes >= _WORTH_A_NOTE_NBYTES:
             self._note_apart(len(apart), apart_nbytes)
-        peak = self._highest.peak.nbytes - apart_nbytes if self._logs else None
+        highest = self._highest
+        peak = None if highest is None else highest.peak.nbytes - apart_nbytes
         found = counters(self._device, peak)
         return assemble.Part(
             rank=self._rank,
@@ -426,12 +424,12 @@ class Measurement:
             seconds=self._seconds / 1e9,
             counters=found,
             sampled=self._sampled,
-            reconciliation=reconcile(self._highest, self._rank, self._base - apart_nbytes, apart) if self._logs else None,
-            curve=curve(self._highest, self._rank, apart) if self._logs else None,
+            reconciliation=None if highest is None else reconcile(highest, self._rank, self._base - apart_nbytes, apart),
+            curve=None if highest is None else curve(highest, self._rank, apart),
             steps=tuple(replace(step, peak_allocated=step.peak_allocated - apart_nbytes) for step in self._steps),
             timeline=self._timeline.record() if self._is_observed else None,
             sent_nbytes=self._sent,
-            sent_nbytes_per_step=getattr(self, "_last_sent", 0),
+            sent_nbytes_per_step=self._sent_in_last_step,
             shortage=self.shortage,
             notes=tuple(self.notes),
         )
@@ -457,12 +455,3 @@ def _device_of(model: Any) -> torch.device:
     if model is None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth < 6 and isinstance(value, (list, tuple, dict)):
-        found: Any = value  # pyright: ignore[reportUnknownVariableType]
-        for inner in found.values() if isinstance(found, dict) else found:
-            yield from _tensors(inner, depth + 1)

@@ -21,7 +21,7 @@ from shardbook.ledger.clocks import together
 from shardbook.ledger.counters import counters
 from shardbook.ledger.exposed import exposed, step_times
 from shardbook.ledger.measurement import Measurement
-from shardbook.ledger.timeline import RankTimeline, Timeline
+from shardbook.ledger.timeline import RankTimeline, Timeline, clock_for
 from shardbook.structure import ELEMENT_NBYTES
 
 NUM_MEASURED = 2
@@ -31,9 +31,10 @@ _NUM_TIMED = 16
 class Books:
     """Of one rank. ``others`` gives the tensors of this process that are no part of the training."""
 
-    def __init__(self, engine: Engine, rank: int, budget: int | None, others: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, engine: Engine, rank: int, device: torch.device, budget: int | None, others: Callable[[], Iterable[Tensor]]) -> None:
         self._engine, self._budget, self._others = engine, budget, others
-        self._timeline = Timeline(rank=rank, num_steps=_NUM_TIMED)
+        self._device = device
+        self._timeline = Timeline(rank=rank, num_steps=_NUM_TIMED, clock=clock_for(device.type))
         self._parts: list[Part] = []
         self.sent_nbytes = self.sent_nbytes_per_step = 0
 
@@ -68,13 +69,13 @@ class Books:
         """What was known when memory ran out."""
         return self._parts[-1].shortage if self._parts else None
 
-    def part(self, device: torch.device) -> Part:
+    def part(self) -> Part:
         """What there is to tell: of the step with the highest peak, the closed form beside it; counters of the whole run."""
         best = max(self._parts, key=lambda part: part.counters.allocated or 0)
         form = closed_form(self._engine.structure(), self._engine.config, OPTIMIZERS["adamw"])
         return replace(
             best,
-            counters=counters(device, best.counters.allocated),
+            counters=counters(self._device, best.counters.allocated),
             reconciliation=None if best.reconciliation is None else replace(best.reconciliation, closed_form=dict(form)),
             steps=tuple(step for part in self._parts for step in part.steps),
             timeline=None,
@@ -83,11 +84,11 @@ class Books:
             shortage=None if self.shortage is None else replace(self.shortage, forecast=dict(form)),
         )
 
-    def times(self, device: torch.device) -> tuple[list[RankTimeline], tuple[StepTime, ...], tuple[Exposed, ...]]:
+    def times(self) -> tuple[list[RankTimeline], tuple[StepTime, ...], tuple[Exposed, ...]]:
         """All ranks' timelines, and what they say. All ranks call it, between steps."""
         units = self._engine.structure().units
         largest = max(sum(sum(flat.numels) * ELEMENT_NBYTES[flat.param] for flat in unit.flats) for unit in units)
-        reached = bandwidth(self._engine.transport, largest, device=device)
+        reached = bandwidth(self._engine.transport, largest, device=self._device)
         timelines = together(self._timeline.record())
         return timelines, step_times(timelines, reached), exposed(timelines)
 

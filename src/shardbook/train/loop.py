@@ -44,7 +44,7 @@ class Training:
         scheduler = build_scheduler(optimizer, recipe.optimizer, recipe.run.steps)
         self.engine = Engine(model, optimizer, recipe.zero, scheduler=scheduler, init=init, device=device)
         self.comparison = Comparison(self.engine, compared, self._build_plain() if compared and world.rank == 0 else None)
-        self.books = Books(self.engine, world.rank, recipe.run.budget, self._plain_tensors)
+        self.books = Books(self.engine, world.rank, device, recipe.run.budget, self._plain_tensors)
         self._losses: list[float | None] = []
         self._skipped: list[int] = []
         self._num_tokens, self._seconds = 0, 0.0
@@ -83,8 +83,8 @@ class Training:
 
     def document(self, validation_loss: float | None) -> RunDocument:
         """What there is to tell, and the timelines beside it as ``trace.json``. Every rank calls it; rank 0's is whole."""
-        parts = _gather(self.books.part(self.device), self.world)
-        timelines, times, waits = self.books.times(self.device)
+        parts = _gather(self.books.part(), self.world)
+        timelines, times, waits = self.books.times()
         if self.world.rank == 0:
             write_trace(self.recipe.run.out / TRACE_FILE, timelines)
         return replace(self._document(parts, ()), validation_loss=validation_loss, times=times, exposed=waits)
@@ -93,7 +93,7 @@ class Training:
         """What this rank knew when its memory ran out; None: it did not. No other rank is asked."""
         if self.books.shortage is None:
             return None
-        return self._document([self.books.part(self.device)], [f"memory ran out on rank {self.world.rank}: of this rank alone"])
+        return self._document([self.books.part()], [f"memory ran out on rank {self.world.rank}: of this rank alone"])
 
     def _document(self, parts: Sequence[Part], notes: Sequence[str]) -> RunDocument:
         """What the ranks have measured, and what the training knows of itself."""

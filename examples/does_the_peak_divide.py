@@ -113,7 +113,7 @@ def train(load: Load, group: str) -> Found:
         group=group,
         peak=books.allocated,
         phase=books.phase,
-        persistent=sum(ledger.balance(account) for account in PERSISTENT),
+        persistent=sum(nbytes for (account, _), nbytes in ledger.balances().items() if account in PERSISTENT),
         padding=sum(carried.get(account, 0) for account in PERSISTENT),
         accounts={account: nbytes for account, nbytes in books.books.items() if nbytes},
         losses=tuple(losses),

@@ -26,7 +26,7 @@ from rich.table import Table
 
 import shardbook as sb
 from shardbook.accounts import Account
-from shardbook.forecast.closed_form import padding
+from shardbook.forecasting.closed_form import padding
 from shardbook.models.config import DecoderConfig
 from shardbook.models.decoder import Decoder
 from shardbook.tables.sizes import size

@@ -19,8 +19,8 @@ from shardbook.config import Precision, Prefetch, ZeroConfig
 from shardbook.engine.layout import lay_out
 from shardbook.errors import ConfigError
 from shardbook.events import Booking
-from shardbook.forecast.buffers import piece_numels, shard_numel
-from shardbook.forecast.closed_form import OPTIMIZERS, Moments, closed_form, padding
+from shardbook.forecasting.buffers import piece_numels, shard_numel
+from shardbook.forecasting.closed_form import OPTIMIZERS, Moments, closed_form, padding
 from shardbook.models.config import DecoderConfig
 from shardbook.models.decoder import Decoder
 from shardbook.structure import FlatFacts, GroupFacts, Orders, Structure, UnitFacts
@@ -369,7 +369,7 @@ def test_it_is_instant_and_brings_no_torch() -> None:
     code = (
         "import sys, time\n"
         "from shardbook.config import ZeroConfig\n"
-        "from shardbook.forecast.closed_form import closed_form\n"
+        "from shardbook.forecasting.closed_form import closed_form\n"
         "from shardbook.structure import FlatFacts, GroupFacts, Structure\n"
         "block = FlatFacts(numels=(16384 * 16384, 1024 * 16384, 1024 * 16384, 16384 * 16384, *[53248 * 16384] * 3, 16384, 16384))\n"
         "began = time.perf_counter()\n"

@@ -17,22 +17,24 @@ SOURCE = Path(__file__).parents[1] / "src" / "shardbook"
 
 # Part of the package (a module or folder right below shardbook) -> level.
 LEVELS = {
-    **dict.fromkeys(("accounts", "events", "errors", "checks", "config", "config_files", "deepspeed", "document", "structure"), 0),
+    **dict.fromkeys(
+        ("accounts", "events", "errors", "checks", "config", "config_files", "deepspeed", "document", "levers", "structure"), 0
+    ),
     **dict.fromkeys(("facts", "tables"), 1),
-    **dict.fromkeys(("forecast", "engine", "ledger", "models"), 2),
+    **dict.fromkeys(("forecasting", "engine", "ledger", "models"), 2),
     **dict.fromkeys(("checkpoint", "verify", "planner"), 3),
     **dict.fromkeys(("train", "report"), 4),
     **dict.fromkeys(("cli", "explore"), 5),
 }
 # (importer, imported): shut whatever the levels say, and whatever SIDEWAYS may come to say for a whole part.
-BANNED = {("engine", "ledger"), ("engine", "forecast"), ("engine", "planner"), ("ledger", "engine")}
+BANNED = {("engine", "ledger"), ("engine", "forecasting"), ("engine", "planner"), ("ledger", "engine")}
 # Two parts of one level know nothing of each other, except where the reason stands here.
 SIDEWAYS = {
-    ("forecast.simulate", "engine"): "the simulation is the engine itself, run on fake tensors",
-    ("forecast.simulate", "models"): "it builds shardbook's own decoder from its facts",
+    ("forecasting.simulate", "engine"): "the simulation is the engine itself, run on fake tensors",
+    ("forecasting.simulate", "models"): "it builds shardbook's own decoder from its facts",
 }
-STANDARD_LIBRARY_ONLY = ("facts", "forecast", *(part for part, level in LEVELS.items() if level == 0))
-MAY_USE_TORCH = {"forecast.simulate"}
+STANDARD_LIBRARY_ONLY = ("facts", "forecasting", *(part for part, level in LEVELS.items() if level == 0))
+MAY_USE_TORCH = {"forecasting.simulate"}
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,12 @@ def test_the_public_face_imports_nothing_of_its_own_when_it_runs():
     ("importer", "source", "said"),
     [
         ("engine.unit", "from shardbook.ledger.ledger import Ledger", "banned"),
-        ("engine.unit", "def f():\n    import shardbook.forecast.closed_form", "banned"),
+        ("engine.unit", "def f():\n    import shardbook.forecasting.closed_form", "banned"),
         ("engine.engine", "from shardbook.planner import plan", "banned"),
         ("ledger.ledger", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardbook.engine.engine import Engine", "banned"),
-        ("forecast.closed_form", "from shardbook.engine import layout", "sideways"),
-        ("forecast.closed_form", "import torch", "standard library only"),
-        ("forecast.simulate", "import torch\nfrom shardbook.engine.engine import Engine", None),
+        ("forecasting.closed_form", "from shardbook.engine import layout", "sideways"),
+        ("forecasting.closed_form", "import torch", "standard library only"),
+        ("forecasting.simulate", "import torch\nfrom shardbook.engine.engine import Engine", None),
         ("facts.catalog", "import numpy as np", "standard library only"),
         ("config", "from rich import print", "standard library only"),
         ("config", "from shardbook.facts import model", "upwards"),

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import shardbook as sb
 from shardbook.document import RunDocument
-from shardbook.forecast.closed_form import closed_form, padding
+from shardbook.forecasting.closed_form import closed_form, padding
 from shardbook.models.config import DecoderConfig
 from shardbook.models.decoder import Decoder
 from tests import ranks

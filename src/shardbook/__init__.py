@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from shardbook.engine.engine import Engine
     from shardbook.engine.report import StepReport
     from shardbook.errors import BudgetError
+    from shardbook.forecasting.choices import Choices
+    from shardbook.forecasting.conventions import Convention
+    from shardbook.forecasting.forecast import forecast
+    from shardbook.forecasting.result import Forecast
     from shardbook.ledger.ledger import Ledger
     from shardbook.ledger.measurement import Measurement, measure
 
@@ -23,7 +27,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "Choices",
+    "Convention",
     "Engine",
+    "Forecast",
     "Ledger",
     "Measurement",
     "Offload",
@@ -33,12 +40,16 @@ __all__ = [
     "RunDocument",
     "StepReport",
     "ZeroConfig",
+    "forecast",
     "measure",
 ]
 
 _HOMES = {
     "BudgetError": "shardbook.errors",
+    "Choices": "shardbook.forecasting.choices",
+    "Convention": "shardbook.forecasting.conventions",
     "Engine": "shardbook.engine.engine",
+    "Forecast": "shardbook.forecasting.result",
     "Ledger": "shardbook.ledger.ledger",
     "Measurement": "shardbook.ledger.measurement",
     "Offload": "shardbook.config",
@@ -48,6 +59,7 @@ _HOMES = {
     "RunDocument": "shardbook.document",
     "StepReport": "shardbook.engine.report",
     "ZeroConfig": "shardbook.config",
+    "forecast": "shardbook.forecasting.forecast",
     "measure": "shardbook.ledger.measurement",
 }
 

@@ -243,8 +243,8 @@ class ZeroConfig:
         stage: what is partitioned. 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
         precision: types, hence bytes per parameter.
         prefetch: how far gathers run ahead.
-        recompute: activations computed again in backward (not in this version).
-        offload: what lives outside the device (not in this version).
+        recompute: activations computed again in backward (forecasts know it; this version's engine refuses it).
+        offload: what lives outside the device (forecasts know it; this version's engine refuses it).
         accumulate: micro-batches in one step.
         clip_grad_norm: largest norm of the objective's gradient; ``None``: no clipping.
         reduction: ``"ordered"`` adds the ranks' gradients in rank order, ``"native"`` leaves the order to the backend,
@@ -299,14 +299,23 @@ class ZeroConfig:
         if self.loss_scale is not None and self.precision.param != "fp16":
             allowed = f'None with param="{self.precision.param}": only fp16 gradients need a scale, so it would have no effect'
             check.add("loss_scale", self.loss_scale, allowed, "drop it")
+
+    def check_supported(self) -> None:
+        """Whether this version's engine can do what is asked; a forecast can be asked for more.
+
+        Raises:
+            ConfigError: recomputation or offload, which the engine does not have yet.
+        """
+        check = Check(self)
         if self.recompute.policy != "none":
-            allowed = '"none": this version has no recomputation yet'
+            allowed = '"none": this version\'s engine has no recomputation yet'
             check.add("recompute.policy", self.recompute.policy, allowed, "wrap blocks in torch.utils.checkpoint")
         for name in ("optimizer", "params"):
             place = getattr(self.offload, name)
             if place != "none":
-                allowed = '"none": this version has no offload yet'
+                allowed = '"none": this version\'s engine has no offload yet'
                 check.add(f"offload.{name}", place, allowed, "drop it; at stage 3 more ranks hold less each")
+        check.done()
 
     @property
     def effective_loss_scale(self) -> float | Literal["dynamic"]:

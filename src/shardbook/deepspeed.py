@@ -6,6 +6,7 @@ knobs of DeepSpeed's own buffers, and logging, that change no result and are nam
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -95,7 +96,7 @@ _ZERO_NOTED = (
     "override_module_apply", "load_from_fp32_weights", "pipeline_loading_checkpoint", "log_trace_cache_warnings", "enable_sanity_checks",
     "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold",
     "gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save", "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params", "allgather_sequential", "partition_stream_chunk_size",
+    "use_all_reduce_for_fetch_params", "allgather_sequential", "partition_stream_chunk_size", "compute_grad_norm", "parameter_alignment",
 )  # fmt: skip
 _TOTAL, _MICRO, _ACCUMULATE = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _TOP_HONOURED = (
@@ -111,13 +112,20 @@ _TOP_HONOURED = (
     _ACCUMULATE,
 )
 
+TOP_KEYS = frozenset((*_TOP_HONOURED, *_TOP_OFF, *_TOP_NEUTRAL, *_TOP_NOTED))
+"""Every key that is known at the top level."""
+ZERO_KEYS = frozenset(("stage", *_ZERO_OFF, *_ZERO_NEUTRAL, *_ZERO_NOTED))
+"""Every key that is known in ``zero_optimization``; each may also begin with ``stage3_``."""
+TYPE_KEYS = frozenset((*_BF16_KEYS, *_FP16_KEYS))
+"""Every key that is known in ``bf16`` or ``fp16``."""
+
 
 def read_deepspeed(kind: type[ConfigT], source: Path | str | Mapping[str, Any], ranks: int | None) -> ConfigT:
     """``kind`` as ``source`` says; see :meth:`shardbook.ZeroConfig.from_deepspeed`."""
     if isinstance(source, Mapping):
         name, document = "DeepSpeed configuration", source
     else:
-        name, document = str(source), _load_json(Path(source))
+        name, document = str(source), load_json(Path(source))
     reader = _Reader(name, document, ranks)
     arguments = reader.arguments()
     faults = reader.faults
@@ -330,7 +338,26 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _load_json(path: Path) -> Mapping[str, Any]:
+# Strings are matched first, so that what looks like a comment inside one stays.
+_STRING, _COMMENT = r'"(?:[^"\\\n]|\\.)*"', r"//[^\n]*|#[^\n]*|/\*.*?\*/"
+
+
+def _plain_json(text: str) -> str:
+    """``text`` without comments and without commas before a closing bracket: DeepSpeed reads Hjson, which has both."""
+
+    def without(pattern: str, text: str) -> str:
+        return re.sub(f"({_STRING})|(?:{pattern})", lambda found: found[1] or " ", text, flags=re.DOTALL)
+
+    return without(r",(?=\s*[}\]])", without(_COMMENT, text))
+
+
+def load_json(path: Path) -> Mapping[str, Any]:
+    """The object in a file. Comments and trailing commas are read over.
+
+    Raises:
+        ConfigError: the file can't be read, is not JSON, has a key twice, or no object at its top.
+    """
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
@@ -339,7 +366,7 @@ def _load_json(path: Path) -> Mapping[str, Any]:
 
     decode: Callable[..., Any] = json.loads
     try:
-        document = decode(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        document = decode(_plain_json(path.read_text(encoding="utf-8")), object_pairs_hook=unique)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a DeepSpeed JSON") from error
     except ValueError as error:

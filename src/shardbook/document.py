@@ -381,13 +381,13 @@ def _same_keys(kind: type[Any], values: Any, what: str) -> dict[str, Any]:
     return table
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str | bytes) -> None:
     """Writes a file whole or not at all: to a temporary neighbour that then takes its place. Makes the folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode("utf-8") if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
         Path(name).chmod(0o644)

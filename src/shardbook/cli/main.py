@@ -13,12 +13,19 @@ from typing import Any
 import tyro
 
 from shardbook.cli.doctor import doctor
+from shardbook.cli.forecast import forecast
 from shardbook.cli.measure import measure, with_own_boundary
 from shardbook.cli.report import report
 from shardbook.cli.train import train
 from shardbook.errors import ConfigError
 
-COMMANDS: dict[str, Callable[..., Any]] = {"train": train, "measure": measure, "report": report, "doctor": doctor}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "forecast": forecast,
+    "train": train,
+    "measure": measure,
+    "report": report,
+    "doctor": doctor,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

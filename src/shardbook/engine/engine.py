@@ -67,6 +67,7 @@ class Engine:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: ZeroConfig, *, scheduler: Any = None,
         mesh: DeviceMesh | None = None, init: Callable[[nn.Module], None] | None = None, device: torch.device | None = None,
     ) -> None:  # fmt: skip
+        config.check_supported()
         self.model, self.optimizer, self.config, self.num_steps = model, optimizer, config, 0
         self._scheduler = scheduler
         named = check_model(model)

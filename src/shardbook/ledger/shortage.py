@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from shardbook import levers
 from shardbook.accounts import Account
 from shardbook.document import Lever, Shortage
 
@@ -63,46 +64,26 @@ def asked_nbytes(message: str) -> int:
 
 
 def _levers(situation: Situation) -> Iterator[Lever]:
-    held = {account: situation.live.get(account, 0) for account in Account}
-    if situation.phase == "step":
-        yield Lever(name="optimizer with fused=True", nbytes=held[Account.WORKSPACE], cost="none; its temporaries go")
+    for effect in _effects(situation):
+        yield Lever(name=effect.name, nbytes=effect.nbytes, cost=effect.cost)
+
+
+def _effects(situation: Situation) -> Iterator[levers.Effect]:
+    held, in_step = situation.live, situation.phase == "step"
+    if in_step:
+        yield levers.fused_optimizer(held)
     if situation.engine.startswith("deepspeed"):
-        yield Lever(
-            name="smaller reduce_bucket_size and allgather_bucket_size", nbytes=held[Account.COMM] * 9 // 10, cost="more, smaller messages"
-        )
-    yield from _sharding(situation, held)
-    passing = held[Account.ACTIVATION] + (held[Account.WORKSPACE] if situation.phase != "step" else 0)
-    yield Lever(name="half the micro-batch, twice as many", nbytes=passing // 2, cost="smaller kernels; the step computes the same sum")
-    num_units = max(1, situation.num_units)
-    yield Lever(
-        name="recompute each unit in backward (torch.utils.checkpoint)",
-        nbytes=held[Account.ACTIVATION] * (num_units - 1) // num_units,
-        cost="about a third more compute; one unit's activations and the inputs of all stay",
-    )
-    if (_stage(situation.engine) or 3) >= 1 and (situation.num_ranks > 1 or situation.engine == "fsdp2"):
-        state = held[Account.MASTER] + held[Account.MOMENT] + (held[Account.PARAM] if _stage(situation.engine) in (3, None) else 0)
-        yield Lever(name="twice as many ranks", nbytes=state // 2, cost="twice as many devices; each holds half the shards")
-
-
-def _sharding(situation: Situation, held: Mapping[Account, int]) -> Iterator[Lever]:
-    """Stages that partition more than the one in force does."""
-    stage, ranks = _stage(situation.engine), situation.num_ranks
+        yield levers.smaller_buckets(held)
+    stage = _stage(situation.engine)
     if situation.engine == "fsdp2":
-        yield Lever(
-            name="reshard_after_forward=True", nbytes=held[Account.GATHERED] // 2, cost="each unit is gathered once more in backward"
-        )
-    if stage is None or ranks == 1:
-        return
-    gone = ranks - 1
-    state = (held[Account.MASTER] + held[Account.MOMENT]) * gone // ranks
-    grads = (held[Account.GRAD] + held[Account.GRAD_FULL]) * gone // ranks
-    if stage < 1:
-        yield Lever(name="ZeRO stage 1", nbytes=state, cost="none: the same bytes are sent")
-    if stage < 2:
-        yield Lever(name="ZeRO stage 2", nbytes=grads + (state if stage < 1 else 0), cost="none with one micro-batch a step")
-    if stage < 3:
-        nbytes = held[Account.PARAM] * gone // ranks + (grads if stage < 2 else 0) + (state if stage < 1 else 0)
-        yield Lever(name="ZeRO stage 3", nbytes=nbytes, cost="parameters are gathered in forward and backward: 1.5 times the bytes sent")
+        yield levers.reshard(held)
+    if stage is not None and situation.num_ranks > 1:
+        yield from levers.next_stages(held, stage, situation.num_ranks)
+    yield levers.half_micro_batch(held, in_step=in_step)
+    yield levers.recompute_units(held, situation.num_units)
+    if (stage or 3) >= 1 and (situation.num_ranks > 1 or situation.engine == "fsdp2"):
+        shards = [Account.MASTER, Account.MOMENT, *([Account.PARAM] if stage in (3, None) else [])]
+        yield levers.double_ranks(held, shards)
 
 
 def _stage(engine: str) -> int | None:

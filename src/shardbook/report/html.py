@@ -1,6 +1,6 @@
-"""A run document as one page: no script, no request, everything inside."""
+"""A run document as one page: no script, no request, everything inside. Other pages use the same frame."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 
 from shardbook import __version__
@@ -23,7 +23,13 @@ def page(document: RunDocument, name: str, other: RunDocument | None = None, oth
     sections = [*_run(document)]
     if other is not None:
         sections.insert(1, _compared(document, other, (name, other_name)))
-    body = "\n".join(part for part in sections if part)
+    header = [markup.text("p", heading(document, "").plain.strip(), "soft"), markup.cards(_first_figures(document))]
+    return frame(title, header, sections)
+
+
+def frame(title: str, header: Iterable[str], sections: Iterable[str]) -> str:
+    """A whole page around its parts: title, what stands under it, and the sections that are not empty."""
+    top, body = "\n".join(header), "\n".join(part for part in sections if part)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -40,8 +46,7 @@ def page(document: RunDocument, name: str, other: RunDocument | None = None, oth
 <main>
 <header>
 <h1>{escape(title)}</h1>
-{markup.text("p", heading(document, "").plain.strip(), "soft")}
-{markup.cards(_first_figures(document))}
+{top}
 </header>
 {body}
 </main>

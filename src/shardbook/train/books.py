@@ -14,7 +14,7 @@ from torch import Tensor
 from shardbook import Engine
 from shardbook.document import Exposed, Shortage, StepTime
 from shardbook.events import Event, Traffic
-from shardbook.forecast.closed_form import OPTIMIZERS, closed_form
+from shardbook.forecasting.closed_form import OPTIMIZERS, closed_form
 from shardbook.ledger.assemble import Part
 from shardbook.ledger.bandwidth import bandwidth
 from shardbook.ledger.clocks import together

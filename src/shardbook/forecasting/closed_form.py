@@ -1,7 +1,7 @@
 r"""shardbook's own accounts on one rank, in bytes, by formula. No torch, no allocation, no simulation.
 
 Letters, for one flat buffer: N ranks; n elements of a parameter; s elements of a shard and L = N·s of the whole buffer, padding
-included (:func:`~shardbook.forecast.buffers.shard_numel`); p, g, m, w bytes of an element of the parameters, of the reduced
+included (:func:`~shardbook.forecasting.buffers.shard_numel`); p, g, m, w bytes of an element of the parameters, of the reduced
 gradients, of the master (0: there is none) and of the unreduced gradients. Σ runs over flat buffers.
 
     between steps            PARAM, MASTER, MOMENT      equal to what the engine books
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from shardbook.accounts import Account
 from shardbook.checks import Check
 from shardbook.config import ZeroConfig
-from shardbook.forecast.buffers import FlatForm, adds_locally, flat_form
+from shardbook.forecasting.buffers import FlatForm, adds_locally, flat_form
 from shardbook.structure import Orders, Structure, UnitFacts
 
 

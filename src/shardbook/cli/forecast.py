@@ -1,0 +1,197 @@
+"""``shardbook forecast``: will it fit, account by account, before anything runs. Needs no torch, except for a model from a file."""
+
+import json as jsonlib
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from shardbook.cli.forecast_question import (
+    Question,
+    one_line,
+    parse_choices,
+    parse_count,
+    parse_size,
+    parse_sweep,
+)
+from shardbook.cli.forecast_settings import Settings
+from shardbook.cli.meta_model import build, is_builder
+from shardbook.errors import ConfigError
+from shardbook.facts.find import resolve
+from shardbook.forecasting.result import Forecast
+from shardbook.report.forecast_beside import cases_table
+from shardbook.report.forecast_console import explained, show
+from shardbook.report.forecast_figures import Case, cases_json, forecast_json, verdict
+from shardbook.report.forecast_files import check, save
+
+
+def _option(text: str, metavar: str) -> Any:
+    return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastOptions:
+    """What is not said has the default of the engine or of the library; the convention in force is always printed."""
+
+    model: Annotated[str, tyro.conf.Positional, _option("catalog name, config.json, parameters (7e9, 7B), or file.py:build", "MODEL")]
+    ranks: Annotated[str, _option("devices, all degrees of parallelism together (default: 1)", "N")] = "1"
+    stage: Annotated[str | None, _option("partitioned: 0 nothing, 1 optimizer state, 2 gradients too, 3 all (default: 3)", "0-3")] = None
+    micro_batch: Annotated[str | None, _option("sequences in one forward of one rank; needs --sequence", "N")] = None
+    sequence: Annotated[str | None, _option("tokens in a sequence; needs --micro-batch", "N")] = None
+    tensor: Annotated[str, _option("tensor-parallel degree (default: 1)", "N")] = "1"
+    context: Annotated[str, _option("context-parallel degree (default: 1)", "N")] = "1"
+    expert: Annotated[str, _option("expert-parallel degree (default: 1)", "N")] = "1"
+    engine: Annotated[str, _option("shardbook, deepspeed, fsdp2, ddp or megatron (default: shardbook)", "NAME")] = "shardbook"
+    precision: Annotated[str | None, _option("fp32, bf16, fp16, pure-bf16 or 2+2+4+8 (default: fp32)", "NAME")] = None
+    convention: Annotated[str | None, _option("bytes per parameter: a name, 2+2+4+8, or edited as in 2+2+4+8,grad=4", "TEXT")] = None
+    config: Annotated[Path | None, _option("config.toml of shardbook or ds_config.json of DeepSpeed; options override it", "FILE")] = None
+    accumulate: Annotated[str | None, _option("micro-batches of one rank in a step (default: 1)", "N")] = None
+    recompute: Annotated[str | None, _option("none, full or selective (default: none)", "POLICY")] = None
+    device: Annotated[str | None, _option("will it fit here: h100-80gb, 24GiB (default: not asked)", "NAME")] = None
+    state: Annotated[str | None, _option("your own figure for parameters, gradients and optimizer state", "60GiB")] = None
+    activations: Annotated[str | None, _option("your own figure for activations", "20GiB")] = None
+    temporary: Annotated[str | None, _option("your own figure for everything else in a step", "2GiB")] = None
+    attention: Annotated[str | None, _option("auto, flash, efficient or eager (default: auto)", "KIND")] = None
+    loss: Annotated[str | None, _option("full, chunked or fused (default: full)", "KIND")] = None
+    optimizer: Annotated[str | None, _option("adamw, adamw-8bit, sgd or sgd-momentum (default: adamw)", "NAME")] = None
+    kernel: Annotated[str | None, _option("how the optimizer steps: fused, foreach or for-loop (default: fused)", "KIND")] = None
+    implementation: Annotated[str | None, _option("whose code the blocks are, for example transformers", "NAME")] = None
+    no_reshard: Annotated[bool, _option("FSDP2: parameters stay gathered between forward and backward", "")] = False
+    lora_rank: Annotated[str | None, _option("rank of adapters; the rest is frozen", "R")] = None
+    compare_stages: Annotated[bool, _option("the four stages side by side", "")] = False
+    sweep: Annotated[str | None, _option("one row for each value of ranks, micro_batch, sequence, stage, ...", "ranks=1,8,64")] = None
+    explain: Annotated[bool, _option("every term with formula and source", "")] = False
+    save: Annotated[Path | None, _option("write the picture: .svg, .png or .html", "FILE")] = None
+    json: Annotated[bool, _option("print everything as JSON", "")] = False
+
+    def question(self) -> Question:
+        """The call of the library that these options mean. The model's facts are found once, for all the questions."""
+        model = resolve(build(self.model) if is_builder(self.model) else self.model)
+        arguments = self._arguments()
+        settings = Settings(
+            engine=self.engine,
+            file=self.config,
+            stage=_count(self.stage, "--stage"),
+            precision=self.precision,
+            accumulate=_count(self.accumulate, "--accumulate"),
+            recompute=self.recompute,
+            ranks=max(1, arguments["ranks"] // max(1, arguments["tensor"] * arguments["context"])),
+            hidden=model.architecture.hidden if model.architecture else None,
+        )
+        if (knobs := settings.knobs()) is not None:
+            arguments["knobs"] = knobs
+            if arguments["sequence"] is not None and arguments["micro_batch"] is None:
+                arguments["micro_batch"] = knobs.micro_batch
+        return Question(model=model, config=settings.config(knobs), arguments=arguments)
+
+    def _arguments(self) -> dict[str, Any]:
+        counts = ("ranks", "micro_batch", "sequence", "tensor", "context", "expert")
+        return {
+            **{name: _count(getattr(self, name), f"--{name.replace('_', '-')}") for name in counts},
+            **{name: parse_size(getattr(self, name), f"--{name}") for name in ("state", "activations", "temporary")},
+            "convention": self.convention,
+            "engine": self.engine,
+            "device": self.device,
+            "choices": self._choices(),
+        }
+
+    def _choices(self) -> Any:
+        return parse_choices(
+            optimizer=self.optimizer,
+            kernel=self.kernel,
+            attention=self.attention,
+            loss=self.loss,
+            implementation=self.implementation,
+            reshard=False if self.no_reshard else None,
+            lora_rank=_count(self.lora_rank, "--lora-rank"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """Everything that was computed. ``swept`` is what was varied, and ``cases`` its values."""
+
+    forecast: Forecast
+    stages: Sequence[Case]
+    swept: str = ""
+    cases: Sequence[Case] = ()
+
+    @property
+    def code(self) -> int:
+        """0 where it fits for every value that was asked about, or no device was."""
+        asked = [case.forecast for case in self.cases if case.forecast is not None] or [self.forecast]
+        return int(any(verdict(one) not in ("", "fits") for one in asked))
+
+
+def forecast(options: Annotated[ForecastOptions, tyro.conf.arg(name=""), tyro.conf.FlagCreatePairsOff]) -> int:
+    """Will it fit: every byte on a rank by account, before anything runs; for shardbook and for other engines.
+
+    Exit code 0: it fits, or no device was asked about. 1: it does not fit, or is too close to call. 2: wrong usage.
+    """
+    try:
+        if options.save is not None:
+            check(options.save)
+        with _warnings_told():
+            answer = _answer(options)
+        if options.save is not None:
+            _save(options.save, answer)
+    except ConfigError as error:
+        raise ConfigError(one_line(error)) from error
+    if options.json:
+        print(jsonlib.dumps(_json(answer), indent=2))
+    else:
+        _show(answer, options)
+    return answer.code
+
+
+def _answer(options: ForecastOptions) -> _Answer:
+    question = options.question()
+    swept, values = parse_sweep(options.sweep) if options.sweep is not None else ("", [])
+    if swept:  # the first value stands for the rest, so that what is wrong with the question itself is said once
+        question = question.with_value(swept, values[0])
+    found = question.answer()
+    compared = question if options.compare_stages or options.save is not None else question.persistent_only()
+    return _Answer(forecast=found, stages=compared.stages(), swept=swept, cases=question.sweep(swept, values) if swept else ())
+
+
+def _show(answer: _Answer, options: ForecastOptions) -> None:
+    console = Console(highlight=False)
+    if answer.cases:
+        console.print(cases_table(answer.swept, answer.cases))
+        console.print()
+    show(answer.forecast, console, answer.stages, compare=options.compare_stages)
+    if options.explain:
+        console.print(explained(answer.forecast))
+
+
+def _json(answer: _Answer) -> dict[str, Any]:
+    swept = {"sweep": {"name": answer.swept, "cases": cases_json(answer.cases)}} if answer.cases else {}
+    return {**forecast_json(answer.forecast), "stages": cases_json(answer.stages), **swept}
+
+
+def _save(path: Path, answer: _Answer) -> None:
+    """The values of the sweep, or else the four stages."""
+    name = answer.swept.replace("_", "-") or "stage"
+    cases = [replace(case, label=f"{name} {case.label}") for case in answer.cases or answer.stages]
+    save(path, answer.forecast, cases, name)
+    print(f"written to {path}", file=sys.stderr)
+
+
+@contextmanager
+def _warnings_told() -> Generator[None]:
+    """What the library warns of, in a line each on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for text in dict.fromkeys(str(one.message) for one in caught):
+        print(f"note: {text}", file=sys.stderr)
+
+
+def _count(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_count(text, option)

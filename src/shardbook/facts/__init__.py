@@ -1,0 +1,1 @@
+"""What is known about models and machines, as plain data: standard library only."""

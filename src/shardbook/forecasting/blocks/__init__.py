@@ -1,0 +1,1 @@
+"""Decoders in the lines of the code that runs them, on sizes."""

@@ -1,0 +1,45 @@
+"""Whose code runs the blocks: the choices by which two codes of one architecture keep different bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a code computes what an architecture says.
+
+    Args:
+        rms: RMSNorm: ``"composed"`` of operators in fp32, weight included; ``"cast"`` in fp32 and cast back before the weight
+            (transformers, torchtune); ``"kernel"`` one operator that keeps its input (Transformer Engine); ``"module"`` is
+            ``torch.nn.RMSNorm``: composed on the CPU, a kernel on CUDA.
+        rotary: ``"halves"`` in fp32, with tables made in each layer; ``"shared"`` the same with one table for all; ``"complex"`` in fp32 pairs; ``"rotate_half"`` in the type of the queries; ``"kernel"`` keeps nothing.
+        swiglu: ``"operators"`` keeps the gate before and after its activation, and both factors; ``"kernel"`` keeps the two factors
+            as one matrix, and computes the activation again.
+        logits: ``"fp32"`` a copy in fp32 goes into the loss; ``"own"`` the loss takes the logits as they are.
+        loss: ``"torch"`` log-probabilities and their gradients; ``"kernel"`` one fp32 matrix that becomes its own gradient.
+        holds_logits: whoever calls the model still has its logits in backward.
+        source: where this was read.
+    """
+
+    rms: Literal["composed", "cast", "kernel", "module"] = "cast"
+    rotary: Literal["halves", "shared", "complex", "rotate_half", "kernel"] = "rotate_half"
+    swiglu: Literal["operators", "kernel"] = "operators"
+    logits: Literal["fp32", "own"] = "fp32"
+    loss: Literal["torch", "kernel"] = "torch"
+    holds_logits: bool = False
+    source: str = ""
+
+
+STYLES: Mapping[str, Style] = {
+    "shardbook": Style(rms="composed", rotary="halves", source="shardbook/models/decoder.py"),
+    "gpt": Style(rms="module", rotary="halves", source="plain torch modules, as in nanoGPT"),
+    "plain": Style(
+        rms="module", rotary="shared", holds_logits=True, source="a Llama of plain torch modules; logits, loss and backward in one loop"
+    ),
+    "transformers": Style(source="transformers 5.24, modeling_llama.py"),
+    "torchtitan": Style(rms="module", rotary="complex", source="torchtitan 0.3, models/llama3/model.py; nn.RMSNorm"),
+    "torchtune": Style(rms="cast", rotary="complex", source="torchtune 0.6, modules/rms_norm.py, position_embeddings.py"),
+    "litgpt": Style(rms="cast", rotary="rotate_half", source="litgpt 0.5, model.py"),
+    "megatron": Style(rms="kernel", rotary="kernel", swiglu="kernel", loss="kernel", source="Megatron-LM core 0.12 with Transformer Engine"),
+}

@@ -1,0 +1,1 @@
+"""What each engine keeps, gathers and frees while a step goes on."""

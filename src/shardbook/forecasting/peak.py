@@ -1,0 +1,164 @@
+"""The peak of a step: a walk through it, where architecture and batch are known; else what persists."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from shardbook.accounts import Account
+from shardbook.forecasting.blocks.decoder import Decoder
+from shardbook.forecasting.blocks.setting import Setting
+from shardbook.forecasting.blocks.style import STYLES
+from shardbook.forecasting.conventions import ACCOUNTS
+from shardbook.forecasting.engines.kinds import engine_for
+from shardbook.forecasting.question import Question
+from shardbook.forecasting.result import PhasePeak
+from shardbook.forecasting.state import State
+from shardbook.forecasting.tape import Tape
+from shardbook.forecasting.walk import Walk
+
+USUAL = {"shardbook": "shardbook", "deepspeed": "transformers", "fsdp2": "plain", "ddp": "transformers", "megatron": "megatron"}
+"""Whose code the blocks are where nobody says."""
+
+NUM_BYTES_OF_A_TOKEN = 16
+"""Inputs and targets are int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The highest instant. ``loss``: account to bytes of the logits and what follows them, live then; ``phase`` is "" without a walk."""
+
+    accounts: Mapping[str, int]
+    phase: str = ""
+    where: str = ""
+    phases: tuple[PhasePeak, ...] = ()
+    loss: Mapping[str, int] = field(default_factory=dict[str, int])
+    saved: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def is_peak(self) -> bool:
+        return self.phase != ""
+
+
+def peak_of(question: Question, state: State) -> Peak:
+    """The peak of a step after the first, and of each phase."""
+    placement = state.placement
+    if question.micro_batch is None or placement is None or not placement.weights:
+        return Peak(accounts=state.accounts)
+    tape = _walked(question, state, steady=True)
+    found = _by_phase(tape.peaks())
+    first = [replace(peak, first=True) for peak in _by_phase(_walked(question, state, steady=False).peaks())]
+    highest = max(found, key=lambda peak: peak.nbytes)
+    return Peak(
+        accounts=_with_convention(question, state, highest.accounts),
+        phase=highest.phase,
+        where=highest.where,
+        phases=(*found, *first),
+        loss=_loss(tape.live_at_peak()),
+        saved=_saved(tape.live_at_peak()),
+    )
+
+
+def style_name(question: Question) -> str:
+    """Whose code the blocks are."""
+    architecture = question.facts.architecture
+    told = question.choices.implementation or (architecture.implementation if architecture else "")
+    return told or USUAL[question.engine]
+
+
+def setting_of(question: Question) -> Setting:
+    """What each part of a block needs to know."""
+    facts, choices = question.facts.architecture, question.choices
+    assert facts is not None and question.micro_batch is not None and question.sequence is not None
+    name = style_name(question)
+    if name in ("gpt", "shardbook") and facts.norm == "layer":
+        name = "gpt"
+    return Setting(
+        facts=facts,
+        style=STYLES[name],
+        micro_batch=question.micro_batch,
+        sequence=question.sequence // question.context,
+        tensor=question.tensor,
+        expert=question.expert,
+        attention="flash" if choices.attention == "auto" else choices.attention,
+        loss=choices.loss,
+        loss_chunks=choices.loss_chunks,
+        on_cuda=question.device is not None,
+    )
+
+
+def _walked(question: Question, state: State, *, steady: bool) -> Tape:
+    tape = Tape(granule=512 if question.device is not None else 1)
+    engine, weights = engine_for(question, state, tape, steady=steady)
+    setting = setting_of(question)
+    tape.take(Account.INPUT, setting.rows * NUM_BYTES_OF_A_TOKEN, "inputs and targets")
+    walk = Walk(tape, engine)
+    model = Decoder(setting, weights, recomputed=_recomputed(question), choose=_choice(question))
+    for _ in range(question.config.accumulate):
+        walk.micro_batch(lambda: model.loss(walk))
+    walk.step()
+    return tape
+
+
+def _recomputed(question: Question) -> frozenset[int]:
+    recompute, facts = question.config.recompute, question.facts.architecture
+    if recompute.policy == "none" or facts is None:
+        return frozenset()
+    return frozenset(range(0, facts.layers, recompute.every))
+
+
+def _choice(question: Question) -> Callable[[], Callable[[str], bool]] | None:
+    """Selective: results of attention, and of every second product of matrices (torchtitan's ``selective`` by operator)."""
+    return _Selective if question.config.recompute.policy == "selective" else None
+
+
+class _Selective:
+    """Counts the products of one block."""
+
+    def __init__(self) -> None:
+        self._products = 0
+
+    def __call__(self, kind: str) -> bool:
+        if kind != "linear":
+            return True
+        self._products += 1
+        return self._products % 2 == 1
+
+
+def _by_phase(peaks: list[PhasePeak]) -> list[PhasePeak]:
+    """The highest of each phase, in the order in which phases come first."""
+    best: dict[str, PhasePeak] = {}
+    for peak in peaks:
+        if peak.phase and (peak.phase not in best or peak.nbytes > best[peak.phase].nbytes):
+            best[peak.phase] = peak
+    return list(best.values())
+
+
+def _with_convention(question: Question, state: State, accounts: Mapping[str, int]) -> Mapping[str, int]:
+    """A person's own convention says what persists, whatever the engine keeps."""
+    if question.convention is None:
+        return accounts
+    kept = {account: nbytes for account, nbytes in accounts.items() if account not in ACCOUNTS}
+    return {**state.accounts, **kept}
+
+
+_LOSS_WORDS = ("logits", "log-probabilities", "head.weight")
+
+
+def _loss(live: Mapping[str, int]) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for label, nbytes in live.items():
+        account, _, words = label.partition(": ")
+        if any(word in words for word in _LOSS_WORDS) and account in (Account.ACTIVATION, Account.WORKSPACE):
+            found[account] = found.get(account, 0) + nbytes
+    return found
+
+
+def _saved(live: Mapping[str, int]) -> Mapping[str, int]:
+    """What autograd saved, by what it is, blocks added up."""
+    found: dict[str, int] = {}
+    for label, nbytes in live.items():
+        account, _, words = label.partition(": ")
+        if account == Account.ACTIVATION:
+            parts = words.split(".")
+            name = ".".join(parts[2:]) if parts[0] == "blocks" and len(parts) > 2 else words
+            found[name] = found.get(name, 0) + nbytes
+    return found

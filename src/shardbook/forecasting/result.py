@@ -1,0 +1,161 @@
+"""What a forecast says, as plain data: the one thing that the command, the pictures and the notebook read.
+
+    Forecast
+    ├── convention     bytes per parameter, always printed with the rest
+    ├── accounts       at the forecast peak, on the rank that holds most
+    ├── phases         the highest instant of each phase of a step, first step and later ones
+    ├── above          what comes on top of the allocator, each line an interval with its source
+    └── bottleneck     which account is largest now, what would shrink it, and which is largest then
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from shardbook.forecasting.conventions import Convention
+
+NOT_A_PEAK = "not a peak: activations, gathers, buffers and allocator come on top"
+"""Stands wherever only persistent bytes are shown."""
+
+Verdict = Literal["fits", "too close to call", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePeak:
+    """The highest instant of one phase of a step. ``where`` names the unit; ``first`` says it is only so in the first step."""
+
+    phase: str
+    where: str
+    accounts: Mapping[str, int]
+    first: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.accounts.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Above:
+    """Bytes above what the allocator gives out, between ``low`` and ``high``; ``validated`` once a GPU check has held it."""
+
+    name: str
+    low: int
+    high: int
+    source: str
+    validated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One line of ``--explain``: what was computed for an account, and by what."""
+
+    account: str
+    nbytes: int
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One persistent account: bytes of the whole model, on this rank, and over how many ranks they are partitioned (1: replicated)."""
+
+    account: str
+    total: int
+    here: int
+    partitions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepForward:
+    """The cheapest lever on the largest account: what a person would turn, and what is held after it."""
+
+    lever: str
+    account: str
+    freed: int
+    accounts_after: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Bytes on the rank that holds most.
+
+    Args:
+        model, num_parameters, source: what was asked about, and where its facts come from.
+        engine, ranks, stage: who trains, on how many devices, and what is partitioned.
+        convention: bytes per parameter in each account.
+        accounts: account to bytes at the forecast peak.
+        persistent: bytes between steps, from the second step on; under a bare convention reduced gradients count as well.
+        peak_allocated: bytes of live tensors at the peak; equal to ``persistent`` where nothing else is modelled.
+        peak_reserved: interval of what a caching allocator holds then; None on a CPU and where no peak is known.
+        peak_phase, peak_where: the phase and unit that own the peak; "" where only persistent bytes are known.
+        dominant, next_dominant: the largest account now, and after the cheapest lever on it.
+        not_modelled: what this forecast leaves out, in sentences with the remedy.
+        host: account to bytes in host memory.
+        sent: bytes sent per rank and step.
+        holdings: the persistent accounts, partitioned or replicated.
+        phases: the highest instant of each phase.
+        above: what comes on top of ``peak_allocated``.
+        step_forward: the lever behind ``next_dominant``; None where nothing is left to turn.
+        terms: formula and value of everything above.
+        largest_unit, largest_tensor: name and elements; None where only a count is known.
+        weights: bytes of the parameters alone, whole; what people compare a device with.
+        state: bytes of the whole training state under the convention, unpartitioned.
+        inputs: what the forecast was asked, for reports: micro_batch, sequence, degrees, budgets.
+        warnings: what a person must know about the figures, for example another version of a peer.
+    """
+
+    model: str
+    num_parameters: int
+    source: str
+    engine: str
+    ranks: int
+    stage: int
+    convention: Convention
+    accounts: Mapping[str, int]
+    persistent: int
+    peak_allocated: int
+    peak_phase: str
+    dominant: str
+    next_dominant: str
+    peak_reserved: tuple[int, int] | None = None
+    peak_where: str = ""
+    not_modelled: tuple[str, ...] = ()
+    host: Mapping[str, int] = field(default_factory=dict[str, int])
+    sent: int = 0
+    holdings: tuple[Holding, ...] = ()
+    phases: tuple[PhasePeak, ...] = ()
+    above: tuple[Above, ...] = ()
+    step_forward: StepForward | None = None
+    terms: tuple[Term, ...] = ()
+    largest_unit: tuple[str, int] | None = None
+    largest_tensor: tuple[str, int] | None = None
+    weights: int = 0
+    state: int = 0
+    inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def is_peak(self) -> bool:
+        """Whether ``peak_allocated`` is a peak, not only what persists."""
+        return self.peak_phase != ""
+
+    @property
+    def needed(self) -> tuple[int, int]:
+        """Least and most bytes of device memory that the run needs, everything above the allocator included."""
+        low, high = self.peak_reserved or (self.peak_allocated, self.peak_allocated)
+        beyond = [line for line in self.above if line.name != "reserved"]
+        return low + sum(line.low for line in beyond), high + sum(line.high for line in beyond)
+
+    def fits(self, device_memory: int) -> Verdict:
+        """Whether the run fits into so many bytes: certainly, certainly not, or within the interval of what is not known."""
+        low, high = self.needed
+        if low > device_memory:
+            return "does not fit"
+        if high <= device_memory and self.is_peak:
+            return "fits"
+        return "too close to call"
+
+    def to_json(self) -> str:
+        """Every field, as JSON."""
+        return json.dumps(asdict(self), indent=2)

@@ -1,0 +1,33 @@
+"""Bytes that a rank sends in a step, for the question asked."""
+
+from shardbook.forecasting import traffic
+from shardbook.forecasting.question import Question
+from shardbook.forecasting.state import state_of
+
+
+def flow_of(question: Question) -> traffic.Flow:
+    """What travels, and in which types."""
+    facts = question.facts
+    numel, trained = -(-facts.num_parameters // question.tensor), -(-facts.num_trainable // question.tensor)
+    flow = traffic.Flow(
+        engine=question.engine,  # pyright: ignore[reportArgumentType]
+        stage=question.config.stage,
+        ranks=question.shards,
+        numel=numel,
+        numel_trainable=trained,
+        micro_batches=question.config.accumulate,
+        kept_numel=0 if question.choices.reshard or question.engine != "fsdp2" else numel,
+    )
+    if question.convention is not None:
+        return traffic.flow_of_convention(question.convention, flow)
+    return traffic.flow_of_config(question.config, flow)
+
+
+def sent_of(question: Question) -> int:
+    """Bytes; shardbook's with their padding where its units are known."""
+    if question.engine == "shardbook" and question.convention is None and question.facts.units:
+        placement = state_of(question).placement
+        assert placement is not None
+        return sum(line.nbytes for line in traffic.of_structure(placement.structure, question.config))
+    return traffic.sent_nbytes(flow_of(question))
+

@@ -1,0 +1,107 @@
+"""Persistent accounts of one rank: shardbook's own by its closed form, other engines' by their convention."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardbook.accounts import Account
+from shardbook.forecasting.closed_form import OPTIMIZERS, Moments, closed_form
+from shardbook.forecasting.conventions import ACCOUNTS, PRESETS, Convention
+from shardbook.forecasting.deepspeed_knobs import Knobs
+from shardbook.forecasting.placement import Placement, place
+from shardbook.forecasting.question import Question
+from shardbook.forecasting.result import Holding
+from shardbook.structure import GroupFacts
+
+NATIVE_ABOVE = 64
+"""Ranks up to which ``reduction="auto"`` adds in rank order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a rank holds whatever happens within a step. ``between_steps``: bytes on the device without what lives to the step only."""
+
+    convention: Convention
+    holdings: tuple[Holding, ...]
+    between_steps: int
+    placement: Placement | None = None
+    host: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def accounts(self) -> dict[str, int]:
+        """Account to bytes on the device, gradients included."""
+        return {holding.account: holding.here for holding in self.holdings if holding.here}
+
+
+def state_of(question: Question) -> State:
+    """The persistent accounts."""
+    convention = question.convention or convention_of(question)
+    facts, config = question.facts, question.config
+    stage, numel, trained = config.stage, facts.num_parameters, facts.num_trainable
+    numel, trained = -(-numel // question.tensor), -(-trained // question.tensor)
+    if question.expert > 1 or question.tensor > 1:
+        numel, trained = _local_numels(question)
+    holdings = convention.holdings(numel, trained, stage, question.shards)
+    between = sum(one.here for one in convention.holdings(numel, trained, stage, question.shards, between_steps=True))
+    placement = _placement(question) if facts.units else None
+    if question.engine == "shardbook" and question.convention is None and placement is not None:
+        exact = closed_form(placement.structure, config, moments_of(question))
+        holdings = tuple(replace(one, here=exact[one.account]) for one in holdings)
+        between = sum(exact[account] for account in ACCOUNTS if account is not Account.GRAD)
+    return _offloaded(question, State(convention=convention, holdings=holdings, between_steps=between, placement=placement))
+
+
+def convention_of(question: Question) -> Convention:
+    """The engine's own for the types that are asked for."""
+    precision, optimizer = question.config.precision, question.choices.optimizer
+    if question.engine == "shardbook":
+        return Convention.of_precision(precision, optimizer)
+    if question.engine == "deepspeed":
+        return (question.knobs or Knobs(stage=question.config.stage, dtype=precision.param)).convention().with_optimizer(optimizer)  # pyright: ignore[reportArgumentType]
+    narrow, pure = precision.param != "fp32", not precision.has_master
+    if question.engine == "fsdp2":
+        name = "fsdp2-fp32" if not narrow else "fsdp2-pure-bf16" if pure else "fsdp2-bf16"
+    elif question.engine == "ddp":
+        name = "ddp-fp32" if not narrow else "ddp-pure-bf16" if pure else "ddp-amp"
+    else:
+        name = "megatron-bf16-distributed" if question.config.stage else "megatron-bf16"
+    return PRESETS[name].with_optimizer(optimizer)
+
+
+def moments_of(question: Question) -> Moments:
+    """What the optimizer keeps of each piece."""
+    if question.choices.optimizer == "adamw-8bit":
+        return Moments(per_element=1)  # two of one byte each, in a type of half the bytes at most: see docs/sources.md
+    return OPTIMIZERS[question.choices.optimizer]
+
+
+def group_of(question: Question) -> GroupFacts:
+    """How the ranks send: between pairs on gloo, by NCCL's collectives on a device; in rank order to 64 ranks."""
+    reduction = question.config.reduction
+    ordered = reduction == "ordered" or (reduction == "auto" and question.shards <= NATIVE_ABOVE)
+    transport = "point-to-point" if question.device is None and ordered else "collectives"
+    return GroupFacts(num_ranks=question.shards, transport=transport, ordered=ordered)
+
+
+def _placement(question: Question) -> Placement:
+    return place(question.facts, question.config.precision, group_of(question), tensor=question.tensor, expert=question.expert)
+
+
+def _local_numels(question: Question) -> tuple[int, int]:
+    """Elements of all and of trained parameters that one tensor- and expert-parallel device has to do with."""
+    if not question.facts.units:
+        return -(-question.facts.num_parameters // question.tensor), -(-question.facts.num_trainable // question.tensor)
+    flats = [flat for unit in _placement(question).structure.units for flat in unit.flats]
+    return sum(sum(flat.numels) for flat in flats), sum(sum(flat.numels) for flat in flats if flat.trainable)
+
+
+def _offloaded(question: Question, state: State) -> State:
+    """What lives on the host is no device memory."""
+    offload = question.config.offload
+    away = {Account.MASTER, Account.MOMENT} if offload.optimizer != "none" else set[Account]()
+    away |= {Account.PARAM} if offload.params != "none" else set()
+    if not away:
+        return state
+    host = {one.account: one.here for one in state.holdings if one.account in away and offload.optimizer != "disk"}
+    holdings = tuple(replace(one, here=0) if one.account in away else one for one in state.holdings)
+    gone = sum(one.here for one in state.holdings if one.account in away)
+    return replace(state, holdings=holdings, host=host, between_steps=state.between_steps - gone)

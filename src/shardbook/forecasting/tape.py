@@ -1,0 +1,108 @@
+"""A log of what is taken and given back, in the order of a step, and its highest instants.
+
+A forecast walks through a step with sizes instead of values. Whatever would take memory is written here; nothing is allocated. An
+entry's account may become known after it was taken (a result is an activation once autograd saves it), so accounts are read when
+the walk is over.
+
+>>> tape = Tape()
+>>> tape.at("forward", "blocks.0")
+>>> kept = tape.take(Account.WORKSPACE, 100)
+>>> tape.give(tape.take(Account.WORKSPACE, 50))
+>>> kept.account = Account.ACTIVATION
+>>> [(peak.where, dict(peak.accounts)) for peak in tape.peaks()]
+[('blocks.0', {'ACTIVATION': 100, 'WORKSPACE': 50})]
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from shardbook.accounts import Account
+from shardbook.forecasting.result import PhasePeak
+
+
+class Entry:
+    """Bytes that are taken together and given back together. ``label`` says in a word what they are."""
+
+    __slots__ = ("account", "label", "nbytes")
+
+    def __init__(self, account: Account, nbytes: int, label: str) -> None:
+        self.account, self.nbytes, self.label = account, nbytes, label
+
+
+class Tape:
+    """See the file's header. ``granule``: an allocator gives out multiples of so many bytes; 1 counts what was asked for."""
+
+    def __init__(self, granule: int = 1) -> None:
+        self._granule = granule
+        self._log: list[tuple[Entry, int]] = []
+        self._places: list[tuple[int, str, str]] = [(0, "", "")]
+
+    def at(self, phase: str, where: str) -> None:
+        """What follows happens in this phase and unit."""
+        self._places.append((len(self._log), phase, where))
+
+    def take(self, account: Account, nbytes: int, label: str = "") -> Entry:
+        """Bytes are taken."""
+        granule = self._granule
+        entry = Entry(account, nbytes if granule == 1 else -(-nbytes // granule) * granule, label)
+        self._log.append((entry, entry.nbytes))
+        return entry
+
+    def give(self, entry: Entry) -> None:
+        """They are given back."""
+        self._log.append((entry, -entry.nbytes))
+
+    def peaks(self) -> list[PhasePeak]:
+        """The highest instant of every stay in a place, in the order of the walk; what was held already when it began counts."""
+        instants = {index: place for place, index in self._highest()}
+        found: list[PhasePeak] = []
+        live: dict[Account, int] = {}
+        if -1 in instants:
+            found.append(self._peak(instants[-1], live))
+        for index, (entry, change) in enumerate(self._log):
+            live[entry.account] = live.get(entry.account, 0) + change
+            if index in instants:
+                found.append(self._peak(instants[index], live))
+        return found
+
+    def live_at_peak(self) -> Mapping[str, int]:
+        """Label to bytes of what is live at the highest instant of all, largest first."""
+        highest = max(self._highest(), key=lambda found: self._total_at(found[1]))[1]
+        live: dict[str, int] = {}
+        for entry, change in self._log[: highest + 1]:
+            name = f"{entry.account}: {entry.label}"
+            live[name] = live.get(name, 0) + change
+        return dict(sorted(((name, nbytes) for name, nbytes in live.items() if nbytes), key=lambda item: -item[1]))
+
+    def _total_at(self, index: int) -> int:
+        return sum(change for _, change in self._log[: index + 1])
+
+    def _highest(self) -> Iterator[tuple[int, int]]:
+        """(number of the place, index in the log) of the highest instant of each place; -1 is before the first entry."""
+        ends = [begin for begin, _, _ in self._places[1:]] + [len(self._log)]
+        total, index = 0, 0
+        for place, end in enumerate(ends):
+            best, at = total, index - 1
+            while index < end:
+                total += self._log[index][1]
+                if total > best:
+                    best, at = total, index
+                index += 1
+            yield place, at
+
+    def _peak(self, place: int, live: Mapping[Account, int]) -> PhasePeak:
+        _, phase, where = self._places[place]
+        return PhasePeak(phase=phase, where=where, accounts={str(account): nbytes for account, nbytes in live.items() if nbytes})
+
+
+class Memory:
+    """Bytes that live as long as something refers to them, as a tensor's storage does."""
+
+    __slots__ = ("_tape", "entry")
+
+    def __init__(self, tape: Tape, account: Account, nbytes: int, label: str) -> None:
+        self._tape, self.entry = tape, tape.take(account, nbytes, label)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # the walk itself is being torn down
+            self._tape.give(self.entry)

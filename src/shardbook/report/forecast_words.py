@@ -1,0 +1,105 @@
+"""A forecast in sentences."""
+
+from collections.abc import Iterator
+
+from shardbook.forecasting.result import NOT_A_PEAK, Forecast, PhasePeak
+from shardbook.report.forecast_figures import both, device_memory, held, margin, saved, verdict
+from shardbook.tables.sizes import percent, place
+
+_ENGINES = {"shardbook": "shardbook", "deepspeed": "DeepSpeed", "fsdp2": "FSDP2", "ddp": "DDP", "megatron": "Megatron"}
+_DEGREES = ("tensor", "context", "expert")
+_BUDGETS = ("state", "activations", "temporary")
+_SHOWN = ("precision", "recompute", "accumulate", "optimizer", "attention", "loss")
+
+
+def heading(forecast: Forecast) -> str:
+    """What was asked about, and who trains it on how many ranks."""
+    ranks = f"{forecast.ranks:,} rank" + ("s" if forecast.ranks > 1 else "")
+    trainer = f"{_ENGINES.get(forecast.engine, forecast.engine)}, stage {forecast.stage}, {ranks}"
+    return f"{forecast.num_parameters:,} parameters ({forecast.source}); {trainer}"
+
+
+def setting_line(forecast: Forecast) -> str:
+    """The rest of the question, as far as it was asked; "" where it was not."""
+    asked = forecast.inputs
+    facts = [f"{name}-parallel {asked[name]}" for name in _DEGREES if asked.get(name, 1) not in (None, 1)]
+    if asked.get("micro_batch") and asked.get("sequence"):
+        facts.append(f"micro-batch {asked['micro_batch']:,} of {asked['sequence']:,} tokens")
+    facts += [f"{name} {asked[name]}" for name in _SHOWN if asked.get(name) not in (None, "", "none", 1)]
+    facts += [f"{name} given: {both(asked[name])}" for name in _BUDGETS if asked.get(name)]
+    return ", ".join(facts)
+
+
+def size_lines(forecast: Forecast) -> Iterator[str]:
+    """Weights beside training state, and the largest things that are never cut in two."""
+    yield f"weights alone {gb(forecast.weights)}; training state {both(forecast.state)}"
+    largest = (("unit", forecast.largest_unit), ("tensor", forecast.largest_tensor))
+    found = [f"largest {kind}: {named[0]}, {named[1]:,} elements" for kind, named in largest if named is not None]
+    yield "; ".join(found) or "largest unit and tensor: not known of a parameter count"
+
+
+def peak_line(forecast: Forecast) -> str:
+    """When the peak is; or that this is none."""
+    if not forecast.is_peak:
+        return f"persistent: {both(forecast.persistent)}; {NOT_A_PEAK}"
+    where = place(forecast.peak_phase, forecast.peak_where)
+    return f"peak: {both(forecast.peak_allocated)} in {where}; between steps {both(forecast.persistent)}"
+
+
+def phase_words(phase: PhasePeak) -> str:
+    """Which phase, in which unit, and whether it is so in the first step alone."""
+    return place(phase.phase, phase.where) + (" (first step only)" if phase.first else "")
+
+
+def needed_line(forecast: Forecast) -> str:
+    """What the run needs of a device."""
+    low, high = forecast.needed
+    return f"needs {both(low)}" if low == high else f"needs {both(low)} to {both(high)}"
+
+
+def verdict_line(forecast: Forecast) -> str:
+    """Needed bytes against the device that was asked about, with the margin; "" without a device."""
+    memory, left = device_memory(forecast), margin(forecast)
+    if memory is None or left is None:
+        return needed_line(forecast) if forecast.above else ""
+    device = forecast.inputs.get("device") or "the device"
+    words = f"{verdict(forecast)}: {needed_line(forecast)} of {device}'s {both(memory)}; {_margin_words(*left)}"
+    return words if forecast.is_peak else f"{words}; {NOT_A_PEAK}"
+
+
+def _margin_words(least: int, most: int) -> str:
+    if least >= 0:
+        return f"at least {both(least)} left"
+    if most < 0:
+        return f"at least {both(-most)} missing"
+    return f"between {both(-least)} missing and {both(most)} left"
+
+
+def bottleneck_lines(forecast: Forecast) -> Iterator[str]:
+    """The account that dominates now, the lever on it, and the account that dominates then."""
+    nbytes = forecast.accounts.get(forecast.dominant, 0)
+    yield f"largest now: {forecast.dominant}, {both(nbytes)}, {percent(nbytes, forecast.peak_allocated)}"
+    step = forecast.step_forward
+    if step is None:
+        yield f"nothing is left to turn on {forecast.dominant}"
+        return
+    after = step.accounts_after.get(forecast.next_dominant, 0)
+    yield f"next lever: {step.lever}; frees {both(step.freed)} of {step.account}"
+    yield f"largest then: {forecast.next_dominant}, {both(after)}, {percent(after, sum(step.accounts_after.values()))}"
+
+
+def traffic_line(forecast: Forecast) -> str:
+    """Bytes sent beside bytes saved."""
+    return (
+        f"sent per rank and step: {both(forecast.sent)}; saved by partitioning: {both(saved(forecast))} of"
+        f" {both(saved(forecast) + held(forecast))}"
+    )
+
+
+def gb(nbytes: int) -> str:
+    """Bytes in decimal units only.
+
+    >>> gb(14 * 10**9)
+    '14.0 GB'
+    """
+    return both(nbytes).partition(" (")[0]

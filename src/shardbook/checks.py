@@ -136,7 +136,7 @@ class Check:
             if math.frexp(value)[0] == 0.5:
                 self._set(name, float(value))
             else:
-                power = 2.0 ** math.floor(math.log2(value))
+                power = math.ldexp(0.5, math.frexp(value)[1])
                 remedy = f"the nearest below is {power:g}; another factor would round gradients"
                 self.add(name, value, 'a power of two, "dynamic" or None', remedy)
         else:

@@ -94,8 +94,14 @@ def lines(peak_allocated: int, around: Surroundings) -> tuple[Above, ...]:
     return tuple(line for line in (_reserved(peak_allocated, around), _context(around), *_communicators(around)) if line.high)
 
 
-def reserved(peak_allocated: int, around: Surroundings) -> tuple[int, int]:
+def reserved(peak_allocated: int, around: Surroundings, pooled: int = 0) -> tuple[int, int]:
     """Least and most bytes that the caching allocator holds when so many are allocated.
+
+    Args:
+        peak_allocated: highest bytes of live tensors.
+        around: what decides how much lies in holes.
+        pooled: the highest bytes of each stream's pool, added up: no pool gives its free bytes to another, so that at least these
+            are held. Share of holes and pools are not added up: both are part of what was seen idle.
 
     >>> reserved(3 * MIB + 1, Surroundings())
     (4194304, 4194304)
@@ -103,7 +109,7 @@ def reserved(peak_allocated: int, around: Surroundings) -> tuple[int, int]:
     slack = SLACK_RECORDED if around.records_streams else SLACK
     if around.expandable:
         slack = SLACK_EXPANDABLE
-    low = _up(peak_allocated)
+    low = _up(max(peak_allocated, pooled))
     return low, max(low, _up(int(peak_allocated * (1 + slack))))
 
 

@@ -27,7 +27,10 @@ class Choices:
         trainable: share of the parameters that is trained; the rest is frozen and has no gradient, master or moment.
         lora_rank: rank of adapters on the linear layers named by ``lora_targets``; 0: none. The rest is then frozen.
         lora_targets: ``"attention"`` queries and values, ``"all"`` every linear layer of a block.
-        compiled: the model runs under torch.compile: what it saves is not modelled, and the forecast says so.
+        sequence_parallel: tensor-parallel devices share the tokens of the residual stream as well.
+        fused_gradients: weight gradients are added into the buffer where they stay by the product that makes them (Megatron-LM's
+            ``gradient_accumulation_fusion``).
+        compiled: each block runs under torch.compile; the loss does not.
 
     Raises:
         ConfigError: a field outside what is allowed.
@@ -44,6 +47,8 @@ class Choices:
     trainable: float = 1.0
     lora_rank: int = 0
     lora_targets: Literal["attention", "all"] = "attention"
+    sequence_parallel: bool = True
+    fused_gradients: bool = True
     compiled: bool = False
 
     def __post_init__(self) -> None:
@@ -53,7 +58,7 @@ class Choices:
         check.choice("attention", ("auto", "flash", "efficient", "eager"))
         check.choice("loss", ("full", "chunked", "fused"))
         check.integer("loss_chunks", least=1, remedy="8 is torchtune's")
-        for name in ("reshard", "autocast", "compiled"):
+        for name in ("reshard", "autocast", "sequence_parallel", "fused_gradients", "compiled"):
             check.flag(name)
         check.choice("implementation", ("", *IMPLEMENTATIONS))
         check.integer("lora_rank", least=0, remedy="0: no adapters")

@@ -79,7 +79,7 @@ def answer(question: Question) -> Forecast:
     lines = above.lines(allocated, _surroundings(question)) if question.device is not None else ()
     reserved = None
     if question.device is not None and peak.is_peak:
-        reserved = above.reserved(allocated, _surroundings(question))
+        reserved = above.reserved(allocated, _surroundings(question), peak.pooled)
     step = bottleneck.step_forward(_situation(question, held, accounts, peak))
     facts = question.facts
     unit, tensor = facts.largest_unit, facts.largest_tensor
@@ -180,7 +180,8 @@ def _weights(question: Question, convention: Convention) -> int:
 def _inputs(question: Question) -> Mapping[str, Any]:
     config, device = question.config, question.device
     told: dict[str, Any] = {name: getattr(question, name) for name in ("micro_batch", "sequence", "tensor", "context", "expert")}
-    told |= {"accumulate": config.accumulate, "recompute": config.recompute.policy, "precision": config.precision.param}
+    precision = None if question.convention is not None else config.precision.param
+    told |= {"accumulate": config.accumulate, "recompute": config.recompute.policy, "precision": precision}
     told |= {name: getattr(question, name) for name in ("state", "activations", "temporary")}
     told |= {"device": device and device.name, "device_memory": device and device.memory}
     return told

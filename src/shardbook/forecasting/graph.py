@@ -21,22 +21,27 @@ Rule = Callable[["Node", list[Optional["Value"]]], Sequence[Optional["Value"]]]
 
 
 class Weight:
-    """A parameter as it is used. ``width``: bytes of an element in the type it computes in."""
+    """A parameter as it is used.
 
-    __slots__ = ("name", "numel", "trainable", "unit", "width")
+    ``width``: bytes of an element in the type it computes in. ``fused``: its gradient is added where it stays by whatever makes it.
+    """
 
-    def __init__(self, name: str, unit: str, numel: int, width: int, *, trainable: bool = True) -> None:
-        self.name, self.unit, self.numel, self.width, self.trainable = name, unit, numel, width, trainable
+    __slots__ = ("fused", "name", "numel", "trainable", "unit", "width")
+
+    def __init__(self, name: str, unit: str, numel: int, width: int, *, trainable: bool = True, fused: bool = False) -> None:
+        self.name, self.unit, self.numel, self.width = name, unit, numel, width
+        self.trainable, self.fused = trainable, fused
 
 
 class Value:
     """A tensor: ``numel`` elements of ``width`` bytes in ``memory``; ``node`` made it, as its output ``slot``; None: no gradient."""
 
-    __slots__ = ("is_view", "memory", "node", "numel", "slot", "width")
+    __slots__ = ("is_view", "memory", "node", "numel", "slot", "stands_for", "width")
 
     def __init__(self, memory: Memory, numel: int, width: int, node: Optional["Node"] = None, slot: int = 0) -> None:
         self.memory, self.numel, self.width, self.node, self.slot = memory, numel, width, node, slot
         self.is_view = False
+        self.stands_for: Memory | None = None  # what is saved instead: it can be made again from that
 
 
 class Node:
@@ -121,6 +126,12 @@ class Graph:
         self.records, self._chosen, self._kept, self._replays = before
         return out, kept
 
+    def gradient_of(self, weight: Weight, width: int) -> Value | None:
+        """Memory for a weight's gradient; None where it is not trained."""
+        if not weight.trainable:
+            return None
+        return self.new(0 if weight.fused else weight.numel, width, weight.name)
+
     def result(self, value: Value, inputs: Sequence[Value | Weight | None], rule: Rule, saved: Sequence[Value] = ()) -> Value:
         """``value`` was made from ``inputs``; saved ones stay until backward has run. Nothing is noted where none has a gradient."""
         node = self.node(inputs, rule, saved)
@@ -139,7 +150,7 @@ class Graph:
         self._number += 1
         node = Node(self._number, targets, rule, num_outputs)
         for each in saved:
-            memory = each.memory
+            memory = each.memory if each.stands_for is None else each.stands_for
             if memory.entry.account is Account.WORKSPACE:
                 memory.entry.account = Account.ACTIVATION
             node.saved.append(memory)

@@ -18,7 +18,7 @@ class Kernels(Operators):
 
         def rule(_: Node, grads: list[Value | None]) -> list[Value | None]:
             of_x = self.new(numel, width, "gradient of a norm's input")
-            return [of_x, self.new(weight.numel, width, weight.name) if weight.trainable else None]
+            return [of_x, self.gradient_of(weight, width)]
 
         return self.result(self.new(numel, width, "norm"), [x, weight], rule, [x, scale])
 
@@ -48,22 +48,30 @@ class Kernels(Operators):
 
     # ---- attention -----------------------------------------------------------------------------------------------------
 
-    def eager_attention(self, parts: Sequence[Value], *, scores: int, out: int, dropout: float) -> Value:
-        """Scores in full: their product, the softmax in fp32 and its copy in the queries' type, and the product with the values.
+    def eager_attention(
+        self, parts: Sequence[Value], *, scores: int, out: int, dropout: float, wide: bool = True, on_cuda: bool = False
+    ) -> Value:
+        """Scores in full: their product, the softmax, and the product with the values.
 
-        Saves queries, keys and values, the softmax in fp32, its copy, and a mask where there is dropout (5·a·s/h and more in
-        Korthikanti et al. 2022, who compute the softmax in 16 bits).
+        Saves queries, keys and values, the softmax, and where there is dropout a mask and what is left. ``wide``: the softmax is
+        computed in fp32 by operators, which keep it beside its copy in the queries' type; else one kernel keeps it in that type:
+        5·a·s/h in Korthikanti et al. 2022.
         """
         query, _, value = parts
         width = query.width
         product = self.new(scores, width, "scores")
         numels = [part.numel for part in parts]
         made = self.result(product, parts[:2], lambda _, __: [self.new(numel, width, "gradient") for numel in numels[:2]], parts[:2])
-        scaled = self.add_const(self.mul_const(made, label="scaled scores"))
-        del product, made
-        soft = self.to(self.pointwise(self.to(scaled, 4), "softmax", saves_result=True), width)
-        del scaled
-        soft = self.dropout(soft, dropout)
+        del product
+        if wide:
+            scaled = self.add_const(self.mul_const(made, label="scaled scores"))
+            del made
+            soft = self.to(self.pointwise(self.to(scaled, 4), "softmax", saves_result=True), width)
+            del scaled
+        else:
+            soft = self.pointwise(made, "softmax", saves_result=True)
+            del made
+        soft = self.dropout(soft, dropout, on_cuda=on_cuda)
         wanted = [soft, value]
         return self.result(
             self.new(out, width, "attention"),
@@ -102,7 +110,7 @@ class Kernels(Operators):
 
         def rule(_: Node, grads: list[Value | None]) -> list[Value | None]:
             of_x = self.new(numel, width, "gradient of an expert's input") if wanted else None
-            return [of_x, self.new(weight.numel, width, weight.name) if weight.trainable else None]
+            return [of_x, self.gradient_of(weight, width)]
 
         return self.result(out, [x, weight], rule, [x] if weight.trainable else [])
 
@@ -141,12 +149,17 @@ class Kernels(Operators):
 
     # ---- between tensor-parallel devices -------------------------------------------------------------------------------
 
-    def gathered_rows(self, x: Value, devices: int) -> Value:
-        """Every device's part of the tokens: an all-gather forwards, a reduce-scatter backwards; nothing on one device."""
+    def gathered_rows(self, x: Value, devices: int, *, gathers_again: bool = True) -> Value:
+        """Every device's part of the tokens: an all-gather forwards, a reduce-scatter backwards; nothing on one device.
+
+        ``gathers_again``: what is saved is this device's part, from which backward gathers once more (Korthikanti et al. 2022, section 4.2.2).
+        """
         if devices == 1:
             return x
         small, width = x.numel, x.width
         out = self.new(x.numel * devices, width, "gathered tokens")
+        if gathers_again:
+            out.stands_for = x.memory
         return self.result(out, [x], lambda _, __: [self.new(small, width, "scattered gradient")])
 
     def scattered_rows(self, x: Value, devices: int) -> Value:

@@ -151,11 +151,11 @@ class Operators(Graph):
 
         return self.result(out, [x], rule, [out if saves_result else x])
 
-    def dropout(self, x: Value, share: float) -> Value:
-        """Saves a mask of one byte an element (of the input's type on the CPU, scaled)."""
+    def dropout(self, x: Value, share: float, *, on_cuda: bool = False) -> Value:
+        """Saves a mask: one byte an element on CUDA, a scaled one in the input's type on the CPU."""
         if not share:
             return x
-        mask = self.new(x.numel, x.width, "dropout mask")
+        mask = self.new(x.numel, 1 if on_cuda else x.width, "dropout mask")
         numel, width = x.numel, x.width
         out = self.new(numel, width, "dropout")
         return self.result(out, [x], lambda _, __: [self.new(numel, width, "gradient of dropout")], [mask])
@@ -172,7 +172,7 @@ class Operators(Graph):
         def rule(_: Node, grads: list[Value | None]) -> list[Value | None]:
             of_bias = self.new(columns, width, "gradient of a bias") if has_bias else None
             of_x = as_view(self.new(x_numel, width, "gradient of a linear layer's input")) if x_wanted else None
-            of_weight = self.new(weight.numel, width, weight.name) if trains else None
+            of_weight = self.gradient_of(weight, width)
             return [of_bias, of_x, of_weight]
 
         return self.result(out, [bias, x, weight], rule, [x] if trains else [])
@@ -180,7 +180,7 @@ class Operators(Graph):
     def embedding(self, weight: Weight, rows: int, columns: int) -> Value:
         """A row of the table for each token; the gradient is as large as the table."""
         out = self.new(rows * columns, weight.width, "embedding")
-        return self.result(out, [weight], lambda _, __: [self.new(weight.numel, weight.width, weight.name)])
+        return self.result(out, [weight], lambda _, __: [self.gradient_of(weight, weight.width)])
 
     def layer_norm(self, x: Value, weight: Weight | None, bias: Weight | None, rows: int, *, fp32_statistics: bool = False) -> Value:
         """Saves ``x`` and a mean and a deviation of each row, which the CPU keeps in the type of ``x`` and CUDA in fp32."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from shardbook.accounts import Account
 from shardbook.forecasting.blocks.decoder import Decoder
 from shardbook.forecasting.blocks.setting import Setting
-from shardbook.forecasting.blocks.style import STYLES
+from shardbook.forecasting.blocks.style import STYLES, compiled
 from shardbook.forecasting.conventions import ACCOUNTS
 from shardbook.forecasting.engines.kinds import engine_for
 from shardbook.forecasting.question import Question
@@ -24,7 +24,10 @@ NUM_BYTES_OF_A_TOKEN = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest instant. ``loss``: account to bytes of the logits and what follows them, live then; ``phase`` is "" without a walk."""
+    """The highest instant. ``loss``: account to bytes of the logits and what follows them, live then; ``phase`` is "" without a walk.
+
+    ``pooled``: the highest totals of all pools of a caching allocator together, reached at different instants.
+    """
 
     accounts: Mapping[str, int]
     phase: str = ""
@@ -32,6 +35,7 @@ class Peak:
     phases: tuple[PhasePeak, ...] = ()
     loss: Mapping[str, int] = field(default_factory=dict[str, int])
     saved: Mapping[str, int] = field(default_factory=dict[str, int])
+    pooled: int = 0
 
     @property
     def is_peak(self) -> bool:
@@ -54,6 +58,7 @@ def peak_of(question: Question, state: State) -> Peak:
         phases=(*found, *first),
         loss=_loss(tape.live_at_peak()),
         saved=_saved(tape.live_at_peak()),
+        pooled=sum(tape.pools().values()),
     )
 
 
@@ -73,11 +78,12 @@ def setting_of(question: Question) -> Setting:
         name = "gpt"
     return Setting(
         facts=facts,
-        style=STYLES[name],
+        style=compiled(STYLES[name]) if choices.compiled else STYLES[name],
         micro_batch=question.micro_batch,
         sequence=question.sequence // question.context,
         tensor=question.tensor,
         expert=question.expert,
+        sequence_parallel=choices.sequence_parallel,
         attention="flash" if choices.attention == "auto" else choices.attention,
         loss=choices.loss,
         loss_chunks=choices.loss_chunks,

@@ -2,7 +2,7 @@
 
 from shardbook.forecasting import traffic
 from shardbook.forecasting.question import Question
-from shardbook.forecasting.state import state_of
+from shardbook.forecasting.state import knobs_of, state_of
 
 
 def flow_of(question: Question) -> traffic.Flow:
@@ -20,6 +20,8 @@ def flow_of(question: Question) -> traffic.Flow:
     )
     if question.convention is not None:
         return traffic.flow_of_convention(question.convention, flow)
+    if question.engine == "deepspeed":
+        return traffic.flow_of_knobs(knobs_of(question), flow)
     return traffic.flow_of_config(question.config, flow)
 
 

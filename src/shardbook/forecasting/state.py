@@ -56,7 +56,7 @@ def convention_of(question: Question) -> Convention:
     if question.engine == "shardbook":
         return Convention.of_precision(precision, optimizer)
     if question.engine == "deepspeed":
-        return (question.knobs or Knobs(stage=question.config.stage, dtype=precision.param)).convention().with_optimizer(optimizer)  # pyright: ignore[reportArgumentType]
+        return knobs_of(question).convention().with_optimizer(optimizer)
     narrow, pure = precision.param != "fp32", not precision.has_master
     if question.engine == "fsdp2":
         name = "fsdp2-fp32" if not narrow else "fsdp2-pure-bf16" if pure else "fsdp2-bf16"
@@ -65,6 +65,14 @@ def convention_of(question: Question) -> Convention:
     else:
         name = "megatron-bf16-distributed" if question.config.stage else "megatron-bf16"
     return PRESETS[name].with_optimizer(optimizer)
+
+
+def knobs_of(question: Question) -> Knobs:
+    """DeepSpeed's settings: those given, or its defaults for the stage and type that are asked for."""
+    if question.knobs is not None:
+        return question.knobs
+    dtype = question.config.precision.param
+    return Knobs(stage=question.config.stage, dtype=dtype, grad_accum_dtype=dtype, communication_dtype=dtype)  # pyright: ignore[reportArgumentType]
 
 
 def moments_of(question: Question) -> Moments:

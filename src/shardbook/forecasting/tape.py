@@ -21,12 +21,12 @@ from shardbook.forecasting.result import PhasePeak
 
 
 class Entry:
-    """Bytes that are taken together and given back together. ``label`` says in a word what they are."""
+    """Bytes that are taken together and given back together. ``label``: what they are; ``pool``: whose free bytes they may use."""
 
-    __slots__ = ("account", "label", "nbytes")
+    __slots__ = ("account", "label", "nbytes", "pool")
 
-    def __init__(self, account: Account, nbytes: int, label: str) -> None:
-        self.account, self.nbytes, self.label = account, nbytes, label
+    def __init__(self, account: Account, nbytes: int, label: str, pool: str) -> None:
+        self.account, self.nbytes, self.label, self.pool = account, nbytes, label, pool
 
 
 class Tape:
@@ -41,10 +41,10 @@ class Tape:
         """What follows happens in this phase and unit."""
         self._places.append((len(self._log), phase, where))
 
-    def take(self, account: Account, nbytes: int, label: str = "") -> Entry:
-        """Bytes are taken."""
+    def take(self, account: Account, nbytes: int, label: str = "", *, pool: str = "") -> Entry:
+        """Bytes are taken, from a pool of their own where another stream makes them."""
         granule = self._granule
-        entry = Entry(account, nbytes if granule == 1 else -(-nbytes // granule) * granule, label)
+        entry = Entry(account, nbytes if granule == 1 else -(-nbytes // granule) * granule, label, pool)
         self._log.append((entry, entry.nbytes))
         return entry
 
@@ -64,6 +64,15 @@ class Tape:
             if index in instants:
                 found.append(self._peak(instants[index], live))
         return found
+
+    def pools(self) -> Mapping[str, int]:
+        """The highest total of each pool: a caching allocator gives no pool's free bytes to another."""
+        live: dict[str, int] = {}
+        highest: dict[str, int] = {}
+        for entry, change in self._log:
+            live[entry.pool] = live.get(entry.pool, 0) + change
+            highest[entry.pool] = max(highest.get(entry.pool, 0), live[entry.pool])
+        return highest
 
     def live_at_peak(self) -> Mapping[str, int]:
         """Label to bytes of what is live at the highest instant of all, largest first."""

@@ -28,7 +28,7 @@ def _not_modelled(question: Question, peak: Peak) -> Iterator[str]:
     if facts.architecture is not None and facts.architecture.experts is not None and peak.is_peak:
         yield "uneven load of the experts: every expert is taken to see the same number of tokens"
     if question.choices.compiled:
-        yield "torch.compile: what compiled code saves differs; these figures are those of eager code"
+        yield "torch.compile beyond the blocks: each block is taken to be compiled, the loss is not"
     if question.config.offload.optimizer != "none" or question.config.offload.params != "none":
         yield "staging buffers of offload"
     if peak.is_peak and question.device is None:

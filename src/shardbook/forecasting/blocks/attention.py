@@ -91,7 +91,15 @@ def _kernel(setting: Setting, ops: Kernels, parts: tuple[Value, Value, Value]) -
     value_dim = facts.latent.value_dim if facts.latent else facts.head_dim
     if setting.attention == "eager":
         scores = setting.micro_batch * heads * setting.sequence * setting.sequence
-        return ops.eager_attention(parts, scores=scores, out=setting.rows * heads * value_dim, dropout=facts.dropout)
+        dropout = facts.dropout if facts.attention_dropout is None else facts.attention_dropout
+        return ops.eager_attention(
+            parts,
+            scores=scores,
+            out=setting.rows * heads * value_dim,
+            dropout=dropout,
+            wide=setting.style.softmax == "fp32",
+            on_cuda=setting.on_cuda,
+        )
     return ops.attention(
         parts, rows=setting.rows, heads=heads, head_dim=value_dim, sequence=setting.sequence, on_cuda=setting.on_cuda
     )

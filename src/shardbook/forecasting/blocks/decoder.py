@@ -54,7 +54,7 @@ class Decoder:
             x = ops.add_row(x, weights["positions.weight"], rows_numel=weights["positions.weight"].numel)
         if "embedding_norm.weight" in weights:
             x = norm(setting, ops, x, weights, "embedding_norm")
-        return ops.dropout(x, self._facts.dropout)
+        return self._dropped(walk, x)
 
     def _block(self, walk: Walk, x: Value, name: str, *, recomputed: bool) -> Value:
         unit = self._block_units[name.split(".")[1]]
@@ -71,11 +71,14 @@ class Decoder:
             other = normed if f"{name}.feed_forward_norm.weight" not in weights else norm(setting, ops, x, weights, f"{name}.feed_forward_norm")
             return ops.add(ops.add(x, mixed), self._feed_forward(walk, other, name))
         del normed
-        mixed = ops.dropout(self._maybe_norm(walk, mixed, f"{name}.attention_post_norm"), setting.facts.dropout)
+        mixed = self._dropped(walk, self._maybe_norm(walk, mixed, f"{name}.attention_post_norm"))
         x = ops.add(x, mixed)
         del mixed
         inner = self._feed_forward(walk, self._maybe_norm(walk, x, f"{name}.feed_forward_norm"), name)
-        return ops.add(x, ops.dropout(self._maybe_norm(walk, inner, f"{name}.feed_forward_post_norm"), setting.facts.dropout))
+        return ops.add(x, self._dropped(walk, self._maybe_norm(walk, inner, f"{name}.feed_forward_post_norm")))
+
+    def _dropped(self, walk: Walk, x: Value) -> Value:
+        return walk.ops.dropout(x, self._facts.dropout, on_cuda=self._setting.on_cuda)
 
     def _feed_forward(self, walk: Walk, x: Value, name: str) -> Value:
         if f"{name}.feed_forward.experts.gate_up" in self._weights:

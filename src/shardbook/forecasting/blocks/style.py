@@ -1,7 +1,7 @@
 """Whose code runs the blocks: the choices by which two codes of one architecture keep different bytes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -16,6 +16,7 @@ class Style:
         rotary: ``"halves"`` in fp32, with tables made in each layer; ``"shared"`` the same with one table for all; ``"complex"`` in fp32 pairs; ``"rotate_half"`` in the type of the queries; ``"kernel"`` keeps nothing.
         swiglu: ``"operators"`` keeps the gate before and after its activation, and both factors; ``"kernel"`` keeps the two factors
             as one matrix, and computes the activation again.
+        softmax: of eager attention: ``"fp32"`` by operators, or ``"own"``: one kernel in the type of the queries.
         logits: ``"fp32"`` a copy in fp32 goes into the loss; ``"own"`` the loss takes the logits as they are.
         loss: ``"torch"`` log-probabilities and their gradients; ``"kernel"`` one fp32 matrix that becomes its own gradient.
         holds_logits: whoever calls the model still has its logits in backward.
@@ -25,6 +26,7 @@ class Style:
     rms: Literal["composed", "cast", "kernel", "module"] = "cast"
     rotary: Literal["halves", "shared", "complex", "rotate_half", "kernel"] = "rotate_half"
     swiglu: Literal["operators", "kernel"] = "operators"
+    softmax: Literal["fp32", "own"] = "fp32"
     logits: Literal["fp32", "own"] = "fp32"
     loss: Literal["torch", "kernel"] = "torch"
     holds_logits: bool = False
@@ -41,5 +43,21 @@ STYLES: Mapping[str, Style] = {
     "torchtitan": Style(rms="module", rotary="complex", source="torchtitan 0.3, models/llama3/model.py; nn.RMSNorm"),
     "torchtune": Style(rms="cast", rotary="complex", source="torchtune 0.6, modules/rms_norm.py, position_embeddings.py"),
     "litgpt": Style(rms="cast", rotary="rotate_half", source="litgpt 0.5, model.py"),
-    "megatron": Style(rms="kernel", rotary="kernel", swiglu="kernel", loss="kernel", source="Megatron-LM core 0.12 with Transformer Engine"),
+    "megatron": Style(
+        rms="kernel",
+        rotary="kernel",
+        swiglu="kernel",
+        softmax="own",
+        loss="kernel",
+        source="Megatron-LM core 0.12 with Transformer Engine",
+    ),
 }
+
+
+def compiled(style: Style) -> Style:
+    """With blocks under torch.compile: chains of pointwise operators become one kernel, and what is cheap is computed again in backward.
+
+    That is what Inductor's min-cut partitioner decides for these blocks (functorch, ``min_cut_rematerialization_partition``); what it
+    decides for others is not modelled.
+    """
+    return replace(style, rms="kernel", rotary="kernel", swiglu="kernel")

@@ -3,7 +3,8 @@
 Read from ``torch/distributed/fsdp/_fully_shard`` of torch 2.13 and held against torch's own ``FSDPMemTracker``. A gather needs the
 collective's output and the parameters' own memory at once; the output of the unit before is freed behind the next one's copy in forward,
 and at once in backward. Gradients stay in the type autograd made them in until their block's backward is over; the reduce-scatter's input, in the reduce
-type, stays until the next block's. The root is kept from forward to backward.
+type, stays until the next block's. The root is kept from forward to backward. Collectives have streams of their own, hence pools of
+their own in a caching allocator.
 """
 
 from collections.abc import Mapping
@@ -116,8 +117,8 @@ class Fsdp2:
     def _gather(self, unit: str) -> None:
         size = self._sizes[unit]
         cast = self._param != self._kept
-        own = self._tape.take(Account.COMM, size.padded // self._how.ranks * self._param, f"cast shard of {unit}") if cast else None
-        self._arrived[unit] = self._tape.take(Account.COMM, size.padded * self._param, f"all-gather of {unit}")
+        own = self._tape.take(Account.COMM, size.padded // self._how.ranks * self._param, f"cast shard of {unit}", pool="gather") if cast else None
+        self._arrived[unit] = self._tape.take(Account.COMM, size.padded * self._param, f"all-gather of {unit}", pool="gather")
         if own is not None:
             self._tape.give(own)
 
@@ -158,9 +159,10 @@ class Fsdp2:
             return
         if self._scattered is not None:
             self._tape.give(self._scattered)
-        self._scattered = self._tape.take(Account.COMM, size.trained_padded * self._reduce, f"reduce-scatter of {unit}")
+        nbytes = size.trained_padded * self._reduce
+        self._scattered = self._tape.take(Account.COMM, nbytes, f"reduce-scatter of {unit}", pool="reduce")
         self._landed.pop(unit, None)
-        shard = self._tape.take(Account.GRAD, size.trained_padded // self._how.ranks * self._reduce, f"reduced gradients of {unit}")
+        shard = self._tape.take(Account.GRAD, nbytes // self._how.ranks, f"reduced gradients of {unit}", pool="reduce")
         if unit in self._shards:
             self._tape.give(shard)  # added to what the micro-batches before have left
         else:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from shardbook.forecasting.engines.fsdp2 import Fsdp2, Sharding
+from shardbook.forecasting.engines.megatron import Megatron
 from shardbook.forecasting.engines.shardbook import Shardbook
 from shardbook.forecasting.graph import Weight
 from shardbook.forecasting.placement import Placement, divided_facts, merged, num_weights
@@ -18,6 +19,9 @@ def engine_for(question: Question, state: State, tape: Tape, *, steady: bool) ->
     assert placement is not None
     if question.engine == "fsdp2":
         return _fsdp2(question, placement, tape, steady=steady)
+    if question.engine == "megatron":
+        fused = {name: Weight(name, each.unit, each.numel, each.width, trainable=each.trainable, fused=question.choices.fused_gradients) for name, each in placement.weights.items()}
+        return Megatron(tape, state.accounts, steady=steady), fused
     counts = num_weights(placement.weights)
     engine = Shardbook(
         tape, placement.structure, question.config, moments_of(question), counts, kernel=question.choices.kernel, steady=steady

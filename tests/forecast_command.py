@@ -1,5 +1,6 @@
 """The command ``shardbook forecast``, run in this process and in one that has no torch."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,10 +35,10 @@ def forecast(capsys, *arguments):
     return code, said.out, said.err
 
 
-def forecast_without_torch(*arguments):
+def forecast_without_torch(*arguments, **environment):
     """A process of its own in which neither torch nor the libraries of any extra can be found."""
     command = [sys.executable, "-c", _WITHOUT, "forecast", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=SOURCE)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=SOURCE, env={**os.environ, **environment})
 
 
 def assert_refused(found, said):

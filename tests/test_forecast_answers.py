@@ -1,11 +1,10 @@
 """``shardbook forecast`` with the library behind it: what is refused, what is answered, and how soon."""
 
 import json
-import time
 
 import pytest
 
-from tests.forecast_command import assert_refused, forecast, forecast_without_torch
+from tests.forecast_command import assert_refused, forecast
 from tests.forecast_samples import GB, GIB
 
 
@@ -106,15 +105,3 @@ def test_every_engine_has_tables_and_a_sum_that_adds_up(capsys, engine):
     _, found = code, json.loads(forecast(capsys, *options, "--json")[1])
     assert sum(found["accounts"].values()) == found["peak_allocated"] > found["persistent"]
     assert found["accounts"][found["dominant"]] == max(found["accounts"].values())
-
-
-def test_405_billion_parameters_on_16384_ranks_in_under_a_second_without_torch():
-    """The best of three starts: whatever else the machine does is not the command's."""
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        found = forecast_without_torch("llama-3.1-405b", "--ranks", "16384", "--stage", "3")
-        times.append(time.perf_counter() - begin)
-        assert (found.returncode, found.stderr) == (0, "")
-        assert "405,853,388,800 parameters" in found.stdout
-    assert min(times) < 1

@@ -1,9 +1,9 @@
 """``shardbook forecast`` answers at once, in an environment that has neither torch nor the libraries of pictures."""
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,13 +31,14 @@ LARGEST = ("llama-3.1-405b", "--ranks", "16384", "--stage", "3")
 
 
 def shardbook(*arguments, start=WITHOUT):
-    """The finished process, and the seconds it took from its start."""
+    """The finished process, and the processor seconds it took, start included: it waits for nothing, so a busy machine adds nothing."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "120"}
-    began = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = subprocess.run(
         [sys.executable, "-P", "-c", start, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    return found, time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize("arguments", [("forecast", *LARGEST), ("forecast", *LARGEST, "--json"), ("forecast", "--help"), ("--help",)])
@@ -56,8 +57,7 @@ def seconds(*arguments):
 
 
 def test_the_largest_model_takes_less_than_a_second():
-    # the least of five: what else the machine does can only add to it
-    assert min(seconds("forecast", *LARGEST) for _ in range(5)) < 1.0
+    assert min(seconds("forecast", *LARGEST) for _ in range(3)) < 1.0
 
 
 def test_a_step_of_the_largest_model_takes_less_than_two_seconds():

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from shardbook.forecasting.result import NOT_A_PEAK
+from shardbook.forecasting.conventions import Convention
+from shardbook.forecasting.result import NOT_A_PEAK, Holding
 from shardbook.report.forecast_bar import PATTERNS, bar, labels
 from shardbook.report.forecast_beside import cases_table, stages_table
 from shardbook.report.forecast_console import explained, show
-from shardbook.report.forecast_figures import ABOVE, Case, forecast_json, margin, partitions, saved, scale_for, stacked, verdict
-from tests.forecast_samples import GB, GIB, PEAK, on_device, peaked, persistent
+from shardbook.report.forecast_figures import ABOVE, Case, forecast_json, held, margin, partitions, saved, scale_for, stacked, verdict
+from tests.forecast_samples import GB, GIB, HOLDINGS, PEAK, on_device, peaked, persistent
 
 STAGES = [Case(label=f"{stage}", forecast=peaked(stage=stage, sent=stage * GB)) for stage in range(4)]
 
@@ -81,11 +82,35 @@ def test_the_peak_is_named_and_so_is_what_is_none():
     assert f"persistent: 11.0 GB (10.2 GiB); {NOT_A_PEAK}" in flat(said(persistent()))
 
 
-def test_phases_come_highest_first_and_say_whether_only_the_first_step_has_them():
+def test_phases_come_highest_first_and_say_which_are_of_the_first_step():
     text = said(peaked())
-    at = [text.index(phase) for phase in ("backward of layers.31  ", "forward of head", "step (first step only)")]
+    at = [text.index(phase) for phase in ("│ backward of layers.31 ", "│ forward of head ", "│ step, first step ")]
     assert at == sorted(at)
     assert cells(text, "forward of head") == ["forward of head", "16.00", "14.90", "66.7%"]
+
+
+def test_the_first_step_is_said_only_where_it_differs():
+    like = [replace(phase, first=True) for phase in peaked().phases]
+    text = said(peaked(phases=(*peaked().phases, *like)))
+    assert (text.count("forward of head"), text.count("backward of layers.31 │")) == (1, 1)
+    higher = replace(peaked().phases[0], first=True, accounts={"PARAM": GB})
+    assert "forward of head, first step" in said(peaked(phases=(*peaked().phases, higher)))
+
+
+def test_what_is_cast_from_the_master_counts_as_saved():
+    bf16 = Convention.parse("shardbook-bf16")
+    cast = peaked(stage=3, convention=bf16, holdings=(Holding(account="PARAM", total=0, here=0, partitions=8), *HOLDINGS[1:]))
+    assert saved(cast) == (56 - 7 + 8) * GB
+    padded = peaked(holdings=(Holding(account="PARAM", total=100, here=128, partitions=1),))
+    assert (saved(padded), held(padded)) == (0, 128)
+
+
+def test_a_peak_of_given_figures_is_said_to_be_one():
+    assert "peak: 24.0 GB (22.4 GiB) by the figures that were given;" in said(peaked(peak_phase="given", peak_where=""))
+
+
+def test_a_count_is_not_said_twice():
+    assert said(peaked(model="4e+09 parameters")).startswith("4,000,000,000 parameters (")
 
 
 def test_lines_above_the_allocator_say_that_nobody_has_held_them():

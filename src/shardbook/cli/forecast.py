@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +26,7 @@ from shardbook.cli.meta_model import build, is_builder
 from shardbook.errors import ConfigError
 from shardbook.facts.find import resolve
 from shardbook.forecasting.result import Forecast
-from shardbook.report.forecast_beside import cases_table
-from shardbook.report.forecast_console import explained, show
+from shardbook.report.forecast_console import explained, show, show_sweep
 from shardbook.report.forecast_figures import Case, cases_json, forecast_json, verdict
 from shardbook.report.forecast_files import check, save
 
@@ -69,6 +69,14 @@ class ForecastOptions:
     explain: Annotated[bool, _option("every term with formula and source", "")] = False
     save: Annotated[Path | None, _option("write the picture: .svg, .png or .html", "FILE")] = None
     json: Annotated[bool, _option("print everything as JSON", "")] = False
+
+    def check(self) -> None:
+        """What can be known to be wrong before anything is computed."""
+        beside = [name for name, given in (("--compare-stages", self.compare_stages), ("--explain", self.explain)) if given]
+        if self.sweep is not None and beside:
+            raise ConfigError(f"--sweep {self.sweep} with {beside[0]}: a sweep has one row for each value; leave one of them out")
+        if self.save is not None:
+            check(self.save)
 
     def question(self) -> Question:
         """The call of the library that these options mean. The model's facts are found once, for all the questions."""
@@ -135,8 +143,7 @@ def forecast(options: Annotated[ForecastOptions, tyro.conf.arg(name=""), tyro.co
     Exit code 0: it fits, or no device was asked about. 1: it does not fit, or is too close to call. 2: wrong usage.
     """
     try:
-        if options.save is not None:
-            check(options.save)
+        options.check()
         with _warnings_told():
             answer = _answer(options)
         if options.save is not None:
@@ -157,14 +164,16 @@ def _answer(options: ForecastOptions) -> _Answer:
         question = question.with_value(swept, values[0])
     found = question.answer()
     compared = question if options.compare_stages or options.save is not None else question.persistent_only()
-    return _Answer(forecast=found, stages=compared.stages(), swept=swept, cases=question.sweep(swept, values) if swept else ())
+    return _Answer(forecast=found, stages=compared.stages(found), swept=swept, cases=question.sweep(swept, values) if swept else ())
 
 
 def _show(answer: _Answer, options: ForecastOptions) -> None:
+    if isinstance(sys.stdout, TextIOWrapper):  # an encoding without block characters prints something else for them
+        sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False)
     if answer.cases:
-        console.print(cases_table(answer.swept, answer.cases))
-        console.print()
+        show_sweep(answer.swept, answer.cases, answer.forecast, console)
+        return
     show(answer.forecast, console, answer.stages, compare=options.compare_stages)
     if options.explain:
         console.print(explained(answer.forecast))

@@ -57,9 +57,10 @@ class Question:
         left_out = dict.fromkeys(("micro_batch", "sequence", "state", "activations", "temporary", "device"))
         return replace(self, arguments={**self.arguments, **left_out})
 
-    def stages(self) -> list[Case]:
-        """The four stages; one that the engine has not is refused with its reason."""
-        return [self._case("stage", stage) for stage in _STAGES]
+    def stages(self, asked: Forecast) -> list[Case]:
+        """The four stages; one that the engine has not is refused with its reason. The stage of ``asked`` is known already."""
+        own = asked.stage
+        return [Case(label=f"{own}", forecast=asked) if stage == own else self._case("stage", stage) for stage in _STAGES]
 
     def sweep(self, name: str, values: Sequence[int]) -> list[Case]:
         """One case for each value."""

@@ -99,9 +99,5 @@ def _from_knobs(knobs: Knobs) -> Mapping[str, Any]:
 
 
 def _tell(knobs: Knobs, path: Path) -> None:
-    if knobs.unknown:
-        warnings.warn(f"{path}: unknown keys, which DeepSpeed does not read either: {', '.join(knobs.unknown)}", stacklevel=2)
     if knobs.automatic:
         warnings.warn(f'{path}: "auto" where DeepSpeed\'s default is taken: {", ".join(knobs.automatic)}', stacklevel=2)
-    for note in knobs.notes:
-        warnings.warn(f"{path}: {note}", stacklevel=2)

@@ -13,6 +13,7 @@ from typing import Any
 import tyro
 
 from shardbook.cli.doctor import doctor
+from shardbook.cli.explore import explore
 from shardbook.cli.forecast import forecast
 from shardbook.cli.measure import measure, with_own_boundary
 from shardbook.cli.report import report
@@ -24,6 +25,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": train,
     "measure": measure,
     "report": report,
+    "explore": explore,
     "doctor": doctor,
 }
 

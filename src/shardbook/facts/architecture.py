@@ -92,7 +92,7 @@ class Architecture:
         embedding_norm: a norm behind the embedding (BLOOM).
         qk_norm: a norm of queries and keys: over each head, or over all heads at once (OLMo 2).
         gated: SwiGLU or GeGLU: two matrices of ``hidden x ffn`` and their product.
-        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"gelu_new"`` (the same, written out in operators by some) or ``"relu"``.
         parallel: attention and feed-forward run side by side and are added to the stream together.
         qkv_bias, out_bias, ffn_bias, head_bias: which linear layers have a bias.
         fused_qkv: queries, keys and values are one matrix.

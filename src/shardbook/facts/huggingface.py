@@ -26,7 +26,7 @@ _ACTIVATIONS = {
     "swish": "silu",
     "relu": "relu",
     "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
+    "gelu_new": "gelu_new",
     "gelu_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",

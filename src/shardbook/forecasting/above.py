@@ -58,6 +58,7 @@ class Surroundings:
         all_to_all: whether gradients travel in an all-to-all: shardbook's ordered reduction, and expert parallelism.
         expandable: ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         records_streams: whether the engine frees memory across streams by ``record_stream``.
+        settled: bytes that are made once and stay, side by side: parameters, moments, reduced gradients. Holes lie among the rest.
 
     Raises:
         ConfigError: a count below its least.
@@ -70,6 +71,7 @@ class Surroundings:
     all_to_all: bool = False
     expandable: bool = False
     records_streams: bool = False
+    settled: int = 0
 
     def __post_init__(self) -> None:
         check = Check(self)
@@ -110,7 +112,8 @@ def reserved(peak_allocated: int, around: Surroundings, pooled: int = 0) -> tupl
     if around.expandable:
         slack = SLACK_EXPANDABLE
     low = _up(max(peak_allocated, pooled))
-    return low, max(low, _up(int(peak_allocated * (1 + slack))))
+    moving = max(0, peak_allocated - around.settled)
+    return low, max(low, _up(int(peak_allocated + moving * slack)))
 
 
 def cublas_workspace(device: str, *, threads: int = 2) -> int:

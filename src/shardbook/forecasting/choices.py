@@ -5,8 +5,8 @@ from typing import Literal
 
 from shardbook.checks import Check
 
-IMPLEMENTATIONS = ("shardbook", "gpt", "plain", "transformers", "torchtitan", "torchtune", "litgpt", "megatron")
-"""Whose code the blocks are: what autograd keeps differs. ``gpt`` is plain torch with fused QKV, as in nanoGPT; ``plain`` a Llama of torch modules."""
+IMPLEMENTATIONS = ("shardbook", "gpt", "plain", "transformers", "torchtitan", "torchtune", "litgpt", "megatron", "llm-foundry")
+"""Whose code the blocks are: what autograd keeps differs. ``gpt`` is torch's modules with fused QKV, ``plain`` a Llama of torch's modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class Choices:
         fused_gradients: weight gradients are added into the buffer where they stay by the product that makes them (Megatron-LM's
             ``gradient_accumulation_fusion``).
         compiled: each block runs under torch.compile; the loss does not.
+        bucket_views: DDP's gradients are views of its buckets (``gradient_as_bucket_view``); False, torch's own default, keeps both.
 
     Raises:
         ConfigError: a field outside what is allowed.
@@ -50,6 +51,7 @@ class Choices:
     sequence_parallel: bool = True
     fused_gradients: bool = True
     compiled: bool = False
+    bucket_views: bool = True
 
     def __post_init__(self) -> None:
         check = Check(self)
@@ -58,7 +60,7 @@ class Choices:
         check.choice("attention", ("auto", "flash", "efficient", "eager"))
         check.choice("loss", ("full", "chunked", "fused"))
         check.integer("loss_chunks", least=1, remedy="8 is torchtune's")
-        for name in ("reshard", "autocast", "sequence_parallel", "fused_gradients", "compiled"):
+        for name in ("reshard", "autocast", "sequence_parallel", "fused_gradients", "compiled", "bucket_views"):
             check.flag(name)
         check.choice("implementation", ("", *IMPLEMENTATIONS))
         check.integer("lora_rank", least=0, remedy="0: no adapters")

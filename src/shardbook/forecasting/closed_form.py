@@ -42,6 +42,7 @@ class Moments:
     Args:
         per_element: tensors with one value for each element, in the type of what is stepped on.
         per_piece_nbytes: bytes beside them; torch's Adam counts steps in one fp32 number.
+        quantised_nbytes: bytes of an element whatever the type of what is stepped on: two for bitsandbytes' 8-bit Adam.
 
     Raises:
         ConfigError: either is negative or no integer.
@@ -49,20 +50,23 @@ class Moments:
 
     per_element: int
     per_piece_nbytes: int = 0
+    quantised_nbytes: int = 0
 
     def __post_init__(self) -> None:
         check = Check(self)
         check.integer("per_element", least=0, remedy="0 keeps none")
         check.integer("per_piece_nbytes", least=0, remedy="0 keeps nothing beside the moments")
+        check.integer("quantised_nbytes", least=0, remedy="0 keeps none")
         check.done()
 
 
 OPTIMIZERS: Mapping[str, Moments] = {
     "adamw": Moments(per_element=2, per_piece_nbytes=4),  # exp_avg, exp_avg_sq; step
+    "adamw-8bit": Moments(per_element=0, quantised_nbytes=2),  # bitsandbytes: state1, state2; scales of blocks of 256 left out
     "sgd-momentum": Moments(per_element=1),  # momentum_buffer
     "sgd": Moments(per_element=0),
 }
-"""torch's own: what `state` holds after a step. Source: torch/optim/adam.py and sgd.py of torch 2.13."""
+"""What `state` holds after a step. Source: torch/optim/adam.py and sgd.py of torch 2.13; Dettmers et al. 2022, arXiv:2110.02861."""
 
 
 class Amount(NamedTuple):
@@ -151,7 +155,7 @@ def moment(structure: Structure, config: ZeroConfig, moments: Moments = OPTIMIZE
     Amount(nbytes=1860, padding=0)
     """
     nbytes = sum(
-        moments.per_element * numel * form.stepped_nbytes + moments.per_piece_nbytes
+        (moments.per_element * form.stepped_nbytes + moments.quantised_nbytes) * numel + moments.per_piece_nbytes
         for form in _forms(structure, config)
         for numel in form.pieces
     )

@@ -25,7 +25,7 @@ from shardbook.forecasting.conventions import ACCOUNTS, Convention
 from shardbook.forecasting.deepspeed_knobs import Knobs
 from shardbook.forecasting.peak import Peak, peak_of
 from shardbook.forecasting.question import Question, ask
-from shardbook.forecasting.result import Above, Forecast
+from shardbook.forecasting.result import Forecast
 from shardbook.forecasting.sent import sent_of
 from shardbook.forecasting.state import State, state_of
 from shardbook.forecasting.words import explain, not_modelled, warnings_of
@@ -45,13 +45,18 @@ def forecast(model: Any, config: ZeroConfig | None = None, *, ranks: int, micro_
         model: a catalog name, the path of a ``config.json``, a number of parameters, facts, or a module (also on the meta device).
         config: stage, types, prefetch, recomputation, offload, accumulation; None: the engine's highest stage in fp32.
         ranks: all devices.
-        micro_batch, sequence: sequences in a micro-batch on one data-parallel rank, and tokens in each; without them only state is known.
+        micro_batch: sequences in a micro-batch on one data-parallel rank; without it only state is known.
+        sequence: tokens in each of them.
         convention: bytes per parameter in each account, by name or as ``"2+2+4+8"``; None: the engine's own for ``config.precision``.
         engine: ``"shardbook"``, ``"deepspeed"``, ``"fsdp2"``, ``"ddp"`` or ``"megatron"``.
         device: a name of the catalog of devices, or a size such as ``"24GiB"``; decides what stands above the allocator and which
             kernels run. None: the CPU's kernels, as measured runs and simulations have them.
-        tensor, context, expert: parallel degrees; what they divide is divided.
-        state, activations, temporary: bytes that replace what would be forecast for the persistent accounts, ACTIVATION, and the rest.
+        tensor: devices that share heads, feed-forward and vocabulary.
+        context: devices that share a sequence.
+        expert: devices that share the experts.
+        state: bytes that replace what would be forecast for the persistent accounts.
+        activations: bytes that replace ACTIVATION.
+        temporary: bytes that replace the rest.
         choices: optimizer, kernels, loss, adapters, and other details.
         knobs: DeepSpeed's settings; None: its defaults at ``config.stage``.
 
@@ -76,10 +81,11 @@ def answer(question: Question) -> Forecast:
     peak = _with_budgets(question, held, peak_of(question, held))
     accounts = {account: nbytes for account, nbytes in peak.accounts.items() if nbytes}
     allocated = sum(accounts.values())
-    lines = above.lines(allocated, _surroundings(question)) if question.device is not None else ()
+    around = _surroundings(question, accounts)
+    lines = above.lines(allocated, around) if question.device is not None else ()
     reserved = None
     if question.device is not None and peak.is_peak:
-        reserved = above.reserved(allocated, _surroundings(question), peak.pooled)
+        reserved = above.reserved(allocated, around, peak.pooled)
     step = bottleneck.step_forward(_situation(question, held, accounts, peak))
     facts = question.facts
     unit, tensor = facts.largest_unit, facts.largest_tensor
@@ -160,7 +166,7 @@ def _situation(question: Question, held: State, accounts: Mapping[str, int], pea
     )
 
 
-def _surroundings(question: Question) -> above.Surroundings:
+def _surroundings(question: Question, accounts: Mapping[str, int]) -> above.Surroundings:
     degrees = sum(degree > 1 for degree in (question.tensor, question.context, question.expert))
     return above.Surroundings(
         device="" if question.device is None else question.device.name,
@@ -168,6 +174,7 @@ def _surroundings(question: Question) -> above.Surroundings:
         groups=degrees + (question.shards > 1),
         all_to_all=question.expert > 1,
         records_streams=False,
+        settled=sum(nbytes for account, nbytes in accounts.items() if account in ACCOUNTS),
     )
 
 

@@ -4,11 +4,13 @@
 
 A :class:`Value` is a tensor without values: elements, bytes of one, and :class:`~shardbook.forecasting.tape.Memory` that it may
 share with others (a view). As in torch a node keeps what it saved until its backward has run, nodes run latest first, gradients
-that meet are added in place where nobody else holds them, and what nobody refers to is freed at once: Python's own reference counts
+that meet are added in place where nobody else holds them, a weight's land together when the last has come, and what nobody refers to
+is freed at once: Python's own reference counts
 stand for torch's, so that a block written here in the lines of the real one holds what the real one holds, when it holds it.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Optional
@@ -98,7 +100,12 @@ class Graph:
             assert gradient is not None
             again = Value(node.saved[0], numel, width)
             found: list[Value | None] = []
-            again.node = Node(0, [], lambda _, given: (found.extend(given), [])[1])
+
+            def caught(_: Node, arrived: list[Value | None]) -> list[Value | None]:
+                found.extend(arrived)
+                return []
+
+            again.node = Node(0, [], caught)
             before = (self._chosen, self._kept, self._replays)
             self._chosen, self._kept, self._replays = choose() if choose else None, node.saved[1:], True
             result = forward(again)
@@ -138,9 +145,7 @@ class Graph:
         value.node = node
         return value
 
-    def node(
-        self, inputs: Sequence[Value | Weight | None], rule: Rule, saved: Sequence[Value] = (), num_outputs: int = 1
-    ) -> Node | None:
+    def node(self, inputs: Sequence[Value | Weight | None], rule: Rule, saved: Sequence[Value] = (), num_outputs: int = 1) -> Node | None:
         """The node behind one or more results; None where no input has a gradient or nothing is recorded."""
         if not self.records:
             return None
@@ -163,7 +168,7 @@ class Graph:
 
     def backward_from(self, start: Node, slot: int, gradient: Value) -> None:
         """From any node; the gradient is dropped here as soon as it is used."""
-        _count_waits(start)
+        uses, sums = _count_waits(start), dict[Weight, Value]()
         start.grads[slot] = gradient
         del gradient
         ready: list[tuple[int, Node]] = [(-start.number, start)]
@@ -176,19 +181,30 @@ class Graph:
             results = list(node.rule(node, grads))
             node.saved = []
             del grads
+            self._land(node, results, uses, sums)
             self._route(node, results, ready)
             del node, results
+
+    def _land(self, node: Node, results: "list[Value | None]", uses: Counter[Weight], sums: dict[Weight, Value]) -> None:
+        """Gradients of weights: one that is used more than once waits for all of its gradients, added in place."""
+        for number, target in enumerate(node.inputs):
+            if not isinstance(target, Weight):
+                continue
+            gradient, results[number] = results[number], None
+            uses[target] -= 1
+            if gradient is not None:
+                sums.setdefault(target, gradient)
+            del gradient
+            if not uses[target] and target in sums:
+                landed = sums.pop(target)
+                landed.memory.entry.account = Account.GRAD_FULL
+                self._landed(target, landed)
 
     def _route(self, node: Node, results: "list[Value | None]", ready: list[tuple[int, Node]]) -> None:
         results.reverse()
         for target in node.inputs:
             gradient = results.pop()
-            if target is None:
-                continue
-            if isinstance(target, Weight):
-                if gradient is not None:
-                    gradient.memory.entry.account = Account.GRAD_FULL
-                    self._landed(target, gradient)
+            if target is None or isinstance(target, Weight):
                 continue
             other, slot = target
             if gradient is not None:
@@ -214,19 +230,23 @@ def _target(value: Value | Weight | None) -> "tuple[Node, int] | Weight | None":
     return value if value is not None and value.trainable else None
 
 
-def _count_waits(start: Node) -> None:
-    """How many gradients each node below waits for."""
+def _count_waits(start: Node) -> Counter[Weight]:
+    """How many gradients each node below waits for; and each weight."""
+    uses: Counter[Weight] = Counter()
     seen: set[int] = {id(start)}
     todo = [start]
     for node in _each(todo):
         for target in node.inputs:
-            if isinstance(target, tuple):
+            if isinstance(target, Weight):
+                uses[target] += 1
+            elif target is not None:
                 other = target[0]
                 if id(other) not in seen:
                     seen.add(id(other))
                     other.waits = 0
                     todo.append(other)
                 other.waits += 1
+    return uses
 
 
 def _each(todo: list[Node]) -> Iterator[Node]:

@@ -25,7 +25,9 @@ class Kernels(Operators):
     def gated_kernel(self, both: Value) -> Value:
         """SwiGLU in one kernel: saves gate and up as they are, and computes the activation again. Source: Megatron's fused_bias_swiglu."""
         numel, width = both.numel, both.width
-        return self.result(self.new(numel // 2, width, "swiglu"), [both], lambda _, __: [self.new(numel, width, "gradient of swiglu")], [both])
+        return self.result(
+            self.new(numel // 2, width, "swiglu"), [both], lambda _, __: [self.new(numel, width, "gradient of swiglu")], [both]
+        )
 
     def joined(self, left: Value, right: Value) -> Value:
         """Two results of one fused matrix: side by side in memory already, so nothing is copied."""
@@ -38,7 +40,7 @@ class Kernels(Operators):
 
     def rolled(self, x: Value) -> Value:
         """``rotate_half``: a negated half, and both halves put together."""
-        left, right = self.split(x, [x.numel // 2, x.numel // 2])
+        left, right = self.slice_of(x, x.numel // 2), self.slice_of(x, x.numel // 2)
         return self.cat((self.pointwise_in_place(right, "negated half"), left))
 
     def expanded(self, x: Value, numel: int) -> Value:
@@ -128,6 +130,13 @@ class Kernels(Operators):
 
         return self.result(self.new(rows, 4, "loss"), [logits], rule, [saved])
 
+    def narrow_cross_entropy(self, logits: Value, rows: int) -> Value:
+        """One kernel that saves the logits and a logarithm of sums of each row. Source: flash-attn, losses/cross_entropy.py."""
+        numel, width = logits.numel, logits.width
+        sums = self.new(rows, 4, "logarithms of sums")
+        loss = self.new(rows, 4, "loss")
+        return self.result(loss, [logits], lambda _, __: [self.new(numel, width, "gradient of the logits")], [logits, sums])
+
     def fused_linear_cross_entropy(self, x: Value, head: Weight, rows: int) -> Value:
         """Head and loss in one kernel, a piece of the rows at a time: both gradients are made in forward and kept.
 
@@ -152,7 +161,7 @@ class Kernels(Operators):
     def gathered_rows(self, x: Value, devices: int, *, gathers_again: bool = True) -> Value:
         """Every device's part of the tokens: an all-gather forwards, a reduce-scatter backwards; nothing on one device.
 
-        ``gathers_again``: what is saved is this device's part, from which backward gathers once more (Korthikanti et al. 2022, section 4.2.2).
+        ``gathers_again``: what is saved is this device's part, from which backward gathers once more (Korthikanti et al. 2022).
         """
         if devices == 1:
             return x
@@ -167,4 +176,6 @@ class Kernels(Operators):
         if devices == 1:
             return x
         large, width = x.numel, x.width
-        return self.result(self.new(x.numel // devices, width, "scattered tokens"), [x], lambda _, __: [self.new(large, width, "gathered gradient")])
+        return self.result(
+            self.new(x.numel // devices, width, "scattered tokens"), [x], lambda _, __: [self.new(large, width, "gathered gradient")]
+        )

@@ -51,6 +51,11 @@ class Operators(Graph):
         node = self.node([x], rule, num_outputs=len(numels))
         return [Value(x.memory, part, width, node, slot) for slot, part in enumerate(numels)]
 
+    def slice_of(self, x: Value, numel: int) -> Value:
+        """A view of some elements. Backward puts their gradient into zeros as large as ``x``."""
+        whole, width = x.numel, x.width
+        return self.result(Value(x.memory, numel, width), [x], lambda _, __: [self.new(whole, width, "gradient of a slice")])
+
     def cat(self, parts: Sequence[Value]) -> Value:
         """Side by side in new memory; backward hands out views."""
         numels = [part.numel for part in parts]
@@ -120,18 +125,18 @@ class Operators(Graph):
 
         return self.result(self.new(numel, out, "product"), [x, row], rule, saved)
 
-    def square(self, x: Value) -> Value:
-        """``x * x`` by ``pow``: backward forms ``x ** 1`` and twice it before it multiplies."""
+    def power(self, x: Value, exponent: int = 2) -> Value:
+        """``x ** exponent`` by ``pow``: backward forms ``x ** (exponent - 1)`` and a multiple of it before it multiplies."""
         numel, width = x.numel, x.width
 
         def rule(_: Node, grads: list[Value | None]) -> list[Value | None]:
-            power = self.new(numel, width, "x ** 1")
-            twice = self.new(numel, width, "2 x")
-            result = self.new(numel, width, "gradient of a square")
-            del power, twice
+            power = self.new(numel, width, f"x ** {exponent - 1}")
+            multiple = self.new(numel, width, f"{exponent} times it")
+            result = self.new(numel, width, "gradient of a power")
+            del power, multiple
             return [result]
 
-        return self.result(self.new(numel, width, "square"), [x], rule, [x])
+        return self.result(self.new(numel, width, "power"), [x], rule, [x])
 
     def mean_last(self, x: Value, rows: int) -> Value:
         """The mean of each row; its gradient is as large as ``x`` again."""
@@ -177,21 +182,25 @@ class Operators(Graph):
 
         return self.result(out, [bias, x, weight], rule, [x] if trains else [])
 
-    def embedding(self, weight: Weight, rows: int, columns: int) -> Value:
-        """A row of the table for each token; the gradient is as large as the table."""
+    def embedding(self, weight: Weight, rows: int, columns: int, numbers: Value | None = None) -> Value:
+        """A row of the table for each token, whose ``numbers`` are saved; the gradient is as large as the table."""
         out = self.new(rows * columns, weight.width, "embedding")
-        return self.result(out, [weight], lambda _, __: [self.gradient_of(weight, weight.width)])
+        saved = [] if numbers is None else [numbers]
+        return self.result(out, [weight], lambda _, __: [self.gradient_of(weight, weight.width)], saved)
 
     def layer_norm(self, x: Value, weight: Weight | None, bias: Weight | None, rows: int, *, fp32_statistics: bool = False) -> Value:
         """Saves ``x`` and a mean and a deviation of each row, which the CPU keeps in the type of ``x`` and CUDA in fp32."""
         out = self.new(x.numel, x.width, "norm")
         statistics = [self.new(rows, 4 if fp32_statistics else x.width, f"{what} of a row") for what in ("mean", "deviation")]
-        numel, width = x.numel, x.width
+        numel, width, on_cpu, columns = x.numel, x.width, not fp32_statistics, x.numel // rows
         rowwise = [None if each is None else (each.numel, each.trainable) for each in (weight, bias)]
 
         def rule(_: Node, grads: list[Value | None]) -> list[Value | None]:
             of_x = self.new(numel, width, "gradient of a norm's input")
-            return [of_x, *(self.new(each[0], width, "gradient of a norm") if each and each[1] else None for each in rowwise)]
+            of_rows = [self.new(each[0], width, "gradient of a norm") if each and each[1] else None for each in rowwise]
+            sums = self.new(2 * columns if on_cpu else 0, width, "one thread's sums over rows")
+            del sums
+            return [of_x, *of_rows]
 
         return self.result(out, [x, weight, bias], rule, [x, *statistics])
 
@@ -234,14 +243,17 @@ class Operators(Graph):
 
 def _forward_scratch(sequence: int, head_dim: int, width: int) -> int:
     """Bytes of one thread of ``cpu_flash_attention``: a block of scores, two rows, a block of results, in fp32."""
-    rows = 256 if sequence >= 768 else 64 if sequence >= 192 else 32
-    rows, columns = min(rows, sequence), min(512, sequence)
+    rows, columns = _block_of_scores(sequence)
     reduced = rows * columns * width if width < 4 else 0
     return 4 * (rows * columns + 2 * rows + rows * head_dim) + reduced
 
 
 def _backward_scratch(sequence: int, width: int) -> int:
-    """Bytes of one thread of ``cpu_flash_attention_backward``: two blocks of scores, in fp32 and in a narrower type."""
-    rows = 64 if sequence >= 768 else 32
-    rows, columns = min(rows, sequence), min(512, sequence)
-    return 2 * rows * columns * (4 + (width if width < 4 else 0))
+    """Bytes of one thread of ``cpu_flash_attention_backward``: two blocks of scores, in fp32 and in a narrower type, and a row of sums."""
+    rows, columns = _block_of_scores(sequence)
+    return 2 * rows * columns * (4 + (width if width < 4 else 0)) + 4 * rows
+
+
+def _block_of_scores(sequence: int) -> tuple[int, int]:
+    """Rows and columns that the CPU's kernel works on at a time."""
+    return min(256 if sequence >= 768 else 64 if sequence >= 192 else 32, sequence), min(512, sequence)

@@ -1,6 +1,8 @@
 """The peak of a step: a walk through it, where architecture and batch are known; else what persists."""
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from shardbook.accounts import Account
@@ -8,7 +10,7 @@ from shardbook.forecasting.blocks.decoder import Decoder
 from shardbook.forecasting.blocks.setting import Setting
 from shardbook.forecasting.blocks.style import STYLES, compiled
 from shardbook.forecasting.conventions import ACCOUNTS
-from shardbook.forecasting.engines.kinds import engine_for
+from shardbook.forecasting.engines.kinds import engine_for, kernels_for
 from shardbook.forecasting.question import Question
 from shardbook.forecasting.result import PhasePeak
 from shardbook.forecasting.state import State
@@ -51,13 +53,14 @@ def peak_of(question: Question, state: State) -> Peak:
     found = _by_phase(tape.peaks())
     first = [replace(peak, first=True) for peak in _by_phase(_walked(question, state, steady=False).peaks())]
     highest = max(found, key=lambda peak: peak.nbytes)
+    live = tape.live_at_peak()
     return Peak(
         accounts=_with_convention(question, state, highest.accounts),
         phase=highest.phase,
         where=highest.where,
         phases=(*found, *first),
-        loss=_loss(tape.live_at_peak()),
-        saved=_saved(tape.live_at_peak()),
+        loss=_loss(live),
+        saved=_saved(live),
         pooled=sum(tape.pools().values()),
     )
 
@@ -72,7 +75,9 @@ def style_name(question: Question) -> str:
 def setting_of(question: Question) -> Setting:
     """What each part of a block needs to know."""
     facts, choices = question.facts.architecture, question.choices
-    assert facts is not None and question.micro_batch is not None and question.sequence is not None
+    assert facts is not None
+    assert question.micro_batch is not None
+    assert question.sequence is not None
     name = style_name(question)
     if name in ("gpt", "shardbook") and facts.norm == "layer":
         name = "gpt"
@@ -91,17 +96,36 @@ def setting_of(question: Question) -> Setting:
     )
 
 
+MICRO_BATCHES = 3
+"""The first, the last, and one between them: all between are alike."""
+
+
 def _walked(question: Question, state: State, *, steady: bool) -> Tape:
+    num_micro_batches = min(MICRO_BATCHES, question.config.accumulate)
+    question = replace(question, config=replace(question.config, accumulate=num_micro_batches))
     tape = Tape(granule=512 if question.device is not None else 1)
     engine, weights = engine_for(question, state, tape, steady=steady)
     setting = setting_of(question)
     tape.take(Account.INPUT, setting.rows * NUM_BYTES_OF_A_TOKEN, "inputs and targets")
-    walk = Walk(tape, engine)
+    walk = Walk(tape, engine, kernels_for(question))
     model = Decoder(setting, weights, recomputed=_recomputed(question), choose=_choice(question))
-    for _ in range(question.config.accumulate):
-        walk.micro_batch(lambda: model.loss(walk))
-    walk.step()
+    with _no_collection():
+        for _ in range(num_micro_batches):
+            walk.micro_batch(lambda: model.loss(walk))
+        walk.step()
     return tape
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """A walk makes many small objects and no cycles: looking for cycles among them would take half of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _recomputed(question: Question) -> frozenset[int]:

@@ -5,7 +5,7 @@ part of the experts. Both only divide numbers of elements here.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -14,7 +14,7 @@ from shardbook.config import Precision
 from shardbook.facts.model import ModelFacts, ParameterFacts, UnitParameters
 from shardbook.facts.parameters import units_of
 from shardbook.forecasting.graph import Weight
-from shardbook.structure import FlatFacts, GroupFacts, Structure, UnitFacts
+from shardbook.structure import FlatFacts, GroupFacts, Orders, Structure, UnitFacts
 
 _WHOLE = ("norm", "router", "query_down", "kv_down", "sinks", "positions", "shared_gate")
 """Parts of names that tensor-parallel devices all hold whole: norms, routers, compressing matrices, tables of positions."""
@@ -37,6 +37,7 @@ def place(facts: ModelFacts, precision: Precision, group: GroupFacts, *, tensor:
     main = _main_dtype(facts)
     structure = Structure.in_order_of_registration([_unit_facts(unit, precision, main) for unit in units], group)
     roles, notes = _roles(facts, tensor, expert)
+    structure = _in_order_of_use(structure, [(parameter.name, unit) for unit, parameter in roles])
     weights = {
         parameter.name: Weight(parameter.name, unit, parameter.numel, _width(parameter, precision, main), trainable=parameter.trainable)
         for unit, parameter in roles
@@ -93,6 +94,26 @@ def _unit_facts(unit: UnitParameters, precision: Precision, main: str) -> UnitFa
         FlatFacts(numels=tuple(numels), param=dtype, trainable=trainable, kept=kept) for (dtype, trainable, kept), numels in flats.items()
     ]
     return UnitFacts(name=unit.name, flats=tuple(found))
+
+
+def _in_order_of_use(structure: Structure, roles: Sequence[tuple[str, str]]) -> Structure:
+    """Orders as a decoder has them: embedding, blocks, head, which may be the embedding's unit once more; (weight, unit) are given.
+
+    A unit is reduced when backward comes to its first use. Where a unit is none of these, the order of registration stays.
+    """
+    unit_of = dict(roles)
+    first = unit_of.get("embedding.weight", "root")
+    blocks = dict.fromkeys(unit for name, unit in roles if name.startswith("blocks."))
+    used = [unit for unit in (first, *blocks, unit_of.get("head.weight", first)) if unit != "root"]
+    numbers = {unit.name: number for number, unit in enumerate(structure.units)}
+    if set(used) != set(numbers) - {structure.units[0].name}:
+        return structure
+    entered = [numbers[unit] for unit in used]
+    backward = (0, *reversed(entered))
+    trained = [number for number in dict.fromkeys(entered) if structure.units[number].is_trainable]
+    reduced = sorted(trained, key=entered.index, reverse=True)
+    last = [0] if structure.units[0].is_trainable else []
+    return replace(structure, orders=Orders(forward=(0, *entered), backward=backward, reduce=(*reduced, *last)))
 
 
 def _type_of(parameter: ParameterFacts, precision: Precision, main: str) -> tuple[str, bool]:

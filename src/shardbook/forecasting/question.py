@@ -72,7 +72,9 @@ class Question:
             near = max(1, round(self.ranks / shared)) * shared
             check.add("ranks", self.ranks, f"a multiple of tensor * context = {shared}", f"the nearest is {near}")
         elif self.ranks // self.tensor % self.expert:
-            check.add("expert", self.expert, f"a divisor of ranks / tensor = {self.ranks // self.tensor}", "experts lie on data-parallel ranks")
+            check.add(
+                "expert", self.expert, f"a divisor of ranks / tensor = {self.ranks // self.tensor}", "experts lie on data-parallel ranks"
+            )
         if architecture is not None:
             if architecture.heads % self.tensor:
                 check.add("tensor", self.tensor, f"a divisor of the model's {architecture.heads} heads", "heads are shared evenly")

@@ -1,11 +1,11 @@
 """What a forecast says, as plain data: the one thing that the command, the pictures and the notebook read.
 
-    Forecast
-    ├── convention     bytes per parameter, always printed with the rest
-    ├── accounts       at the forecast peak, on the rank that holds most
-    ├── phases         the highest instant of each phase of a step, first step and later ones
-    ├── above          what comes on top of the allocator, each line an interval with its source
-    └── bottleneck     which account is largest now, what would shrink it, and which is largest then
+Forecast
+├── convention     bytes per parameter, always printed with the rest
+├── accounts       at the forecast peak, on the rank that holds most
+├── phases         the highest instant of each phase of a step, first step and later ones
+├── above          what comes on top of the allocator, each line an interval with its source
+└── bottleneck     which account is largest now, what would shrink it, and which is largest then
 """
 
 import json

@@ -32,4 +32,3 @@ def sent_of(question: Question) -> int:
         assert placement is not None
         return sum(line.nbytes for line in traffic.of_structure(placement.structure, question.config))
     return traffic.sent_nbytes(flow_of(question))
-

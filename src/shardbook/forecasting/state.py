@@ -77,8 +77,6 @@ def knobs_of(question: Question) -> Knobs:
 
 def moments_of(question: Question) -> Moments:
     """What the optimizer keeps of each piece."""
-    if question.choices.optimizer == "adamw-8bit":
-        return Moments(per_element=1)  # two of one byte each, in a type of half the bytes at most: see docs/sources.md
     return OPTIMIZERS[question.choices.optimizer]
 
 

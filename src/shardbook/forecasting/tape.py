@@ -53,8 +53,11 @@ class Tape:
         self._log.append((entry, -entry.nbytes))
 
     def peaks(self) -> list[PhasePeak]:
-        """The highest instant of every stay in a place, in the order of the walk; what was held already when it began counts."""
-        instants = {index: place for place, index in self._highest()}
+        """The highest instant of every stay in a place, in the order of the walk; what was held already when it began counts.
+
+        What was taken before the first place is held, and no place of its own.
+        """
+        instants = {index: place for place, index in self._highest() if self._places[place][1]}
         found: list[PhasePeak] = []
         live: dict[Account, int] = {}
         if -1 in instants:
@@ -76,15 +79,22 @@ class Tape:
 
     def live_at_peak(self) -> Mapping[str, int]:
         """Label to bytes of what is live at the highest instant of all, largest first."""
-        highest = max(self._highest(), key=lambda found: self._total_at(found[1]))[1]
+        highest = self._instant_of_all()
         live: dict[str, int] = {}
         for entry, change in self._log[: highest + 1]:
             name = f"{entry.account}: {entry.label}"
             live[name] = live.get(name, 0) + change
         return dict(sorted(((name, nbytes) for name, nbytes in live.items() if nbytes), key=lambda item: -item[1]))
 
-    def _total_at(self, index: int) -> int:
-        return sum(change for _, change in self._log[: index + 1])
+    def _instant_of_all(self) -> int:
+        """Index in the log of the highest instant of all places that have a name."""
+        named = next((begin for begin, phase, _ in self._places if phase), 0)
+        total, best, instant = 0, -1, 0
+        for index, (_, change) in enumerate(self._log):
+            total += change
+            if total > best and index >= named:
+                best, instant = total, index
+        return instant
 
     def _highest(self) -> Iterator[tuple[int, int]]:
         """(number of the place, index in the log) of the highest instant of each place; -1 is before the first entry."""

@@ -1,7 +1,7 @@
 """A step, walked through with sizes: forward, loss, backward, step, under an engine's rules.
 
-    Residence   what an engine does at each border of a unit; one class an engine, in ``engines/``
-    Walk        runs a model's forward and backward between them
+Residence   what an engine does at each border of a unit; one class an engine, in ``engines/``
+Walk        runs a model's forward and backward between them
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ class Residence(Protocol):
 class Walk:
     """See the file's header."""
 
-    def __init__(self, tape: Tape, engine: Residence) -> None:
+    def __init__(self, tape: Tape, engine: Residence, kernels: type[Kernels] = Kernels) -> None:
         self.tape, self._engine = tape, engine
-        self.ops = Kernels(tape, engine.land)
+        self.ops = kernels(tape, engine.land)
         self._inside = False
         self.held: list[Value] = []  # by whoever calls the model, to the end of the micro-batch
 

@@ -65,13 +65,15 @@ def _terms(question: Question, held: State, peak: Peak, accounts: Mapping[str, i
     b, s = question.micro_batch, question.sequence
     code = f"as the code of {style_name(question)} saves it"
     for name, nbytes in peak.saved.items():
-        yield Term(account=Account.ACTIVATION.value, nbytes=nbytes, formula=f"{name}, micro-batch {b}, sequence {s}, live at the peak", source=code)
+        yield Term(
+            account=Account.ACTIVATION.value, nbytes=nbytes, formula=f"{name}, micro-batch {b}, sequence {s}, live at the peak", source=code
+        )
     for account, nbytes in accounts.items():
         if account not in ACCOUNTS and account != Account.ACTIVATION:
             yield Term(account=account, nbytes=nbytes, formula=_WORDS.get(account, ""), source=f"walk through a step of {question.engine}")
 
 
-_WORDS = {
+_WORDS: Mapping[str, str] = {
     Account.GATHERED: "full parameters of the units that are here at the peak",
     Account.GRAD_FULL: "unreduced gradients at the peak",
     Account.COMM: "send and receive buffers of the collectives under way at the peak",

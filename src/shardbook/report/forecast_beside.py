@@ -25,6 +25,8 @@ def stages_table(stages: Sequence[Case], current: int, *, peaks: bool) -> Render
     marked = [
         Case(label=f"{case.label} <" if case.label == str(current) else case.label, forecast=case.forecast, why=case.why) for case in stages
     ]
+    if not peaks:  # one that the engine has not was not asked about
+        marked = [case for case in marked if case.forecast is not None]
     return beside("stage", marked, "state held and saved by each stage, bytes sent per step", peaks=peaks)
 
 
@@ -38,7 +40,8 @@ def beside(name: str, cases: Sequence[Case], title: str, *, peaks: bool) -> Rend
     known = [case.forecast for case in cases if case.forecast is not None]
     has_peaks = peaks and any(one.is_peak for one in known)
     columns = [*_STATE, *(_PEAK if has_peaks else ())]
-    scale = scale_for(max((max(held(one) + saved(one), one.peak_allocated, one.sent) for one in known), default=0))
+    largest = (max(held(one) + saved(one), one.sent, one.peak_allocated if has_peaks else 0) for one in known)
+    scale = scale_for(max(largest, default=0))
     table = Table(title=escape(f"{title}, {scale.decimal_unit} per rank"), title_justify="left")
     table.add_column(escape(name.replace("_", "-")), no_wrap=True)
     for head, _ in columns:
@@ -50,5 +53,15 @@ def beside(name: str, cases: Sequence[Case], title: str, *, peaks: bool) -> Rend
         if case.forecast is not None:
             cells = [column(scale, case.forecast) for _, column in columns]
             table.add_row(escape(case.label), *cells, *([verdict(case.forecast)] if judged else []))
-    lines = [Text(f"{name} {case.label.removesuffix(' <')}: {case.why}") for case in cases if case.forecast is None]
+    lines = [Text(_refused(name, case)) for case in cases if case.forecast is None]
     return Group(table, *([] if has_peaks else [Text(NOT_A_PEAK)]), *lines)
+
+
+def _refused(name: str, case: Case) -> str:
+    """The reason behind the setting, which the reason itself begins with as a rule.
+
+    >>> _refused("stage", Case(label="1", forecast=None, why="stage = 1: allowed is 3"))
+    'stage 1: allowed is 3'
+    """
+    label = case.label.removesuffix(" <")
+    return f"{name} {label}: {case.why.removeprefix(f'{name} = {label}: ')}"

@@ -10,21 +10,24 @@ from rich.text import Text
 
 from shardbook.forecasting.result import Forecast
 from shardbook.report.forecast_bar import bar, labels, swatch
-from shardbook.report.forecast_beside import stages_table
+from shardbook.report.forecast_beside import cases_table, stages_table
 from shardbook.report.forecast_figures import ABOVE, Case, Scale, both, device_memory, partitions, scale_for, stacked
 from shardbook.report.forecast_words import (
     bottleneck_lines,
     heading,
+    left_out_line,
     peak_line,
     phase_words,
+    phases_worth_saying,
     setting_line,
     size_lines,
+    title,
     traffic_line,
     verdict_line,
 )
 from shardbook.tables.sizes import percent
 
-__all__ = ["explained", "show"]
+__all__ = ["explained", "show", "show_sweep"]
 
 
 def show(forecast: Forecast, console: Console, stages: Sequence[Case] = (), *, compare: bool = False) -> None:
@@ -36,10 +39,7 @@ def show(forecast: Forecast, console: Console, stages: Sequence[Case] = (), *, c
 
 def parts(forecast: Forecast, width: int, stages: Sequence[Case] = (), *, compare: bool = False) -> Iterator[RenderableType]:
     """What is printed, top to bottom."""
-    yield Text.assemble((forecast.model, "bold"), "  ", heading(forecast))
-    for line in (setting_line(forecast), f"convention in force: {forecast.convention.describe()}", *size_lines(forecast)):
-        if line:
-            yield Text(line)
+    yield from asked(forecast)
     yield Text()
     yield stack(forecast, width)
     yield accounts_table(forecast)
@@ -55,6 +55,22 @@ def parts(forecast: Forecast, width: int, stages: Sequence[Case] = (), *, compar
     if stages:
         yield stages_table(stages, forecast.stage, peaks=compare)
     yield from remarks(forecast)
+
+
+def asked(forecast: Forecast) -> Iterator[RenderableType]:
+    """Model, engine, setting, convention, and sizes that no setting changes."""
+    name = title(forecast)
+    yield Text.assemble((f"{name}  " if name else "", "bold"), heading(forecast))
+    for line in (setting_line(forecast), f"convention in force: {forecast.convention.describe()}", *size_lines(forecast)):
+        if line:
+            yield Text(line)
+
+
+def show_sweep(name: str, cases: Sequence[Case], forecast: Forecast, console: Console) -> None:
+    """Prints one row for each value; ``forecast`` is that of the first, and says what all have in common."""
+    first = Text(f"the lines above are those of {name.replace('_', '-')} {cases[0].label}", style="italic")
+    for part in (*asked(forecast), first, Text(), cases_table(name, cases), *remarks(forecast)):
+        console.print(part)
 
 
 def stack(forecast: Forecast, width: int) -> RenderableType:
@@ -85,7 +101,7 @@ def accounts_table(forecast: Forecast) -> Table:
     for account in _elsewhere(forecast):
         table.add_row("", escape(account), *_amounts(scale, 0), "", partitions(forecast, account))
     table.add_section()
-    table.add_row("", "peak" if forecast.is_peak else "persistent", *_amounts(scale, whole), percent(whole, whole), "")
+    table.add_row("", "peak" if forecast.is_peak else "state", *_amounts(scale, whole), percent(whole, whole), "")
     if beyond := found.get(ABOVE):
         table.add_row(swatch(ABOVE, len(found) - 1), "above it", *_amounts(scale, beyond), "", "at least")
     return table
@@ -98,7 +114,7 @@ def phases_table(forecast: Forecast) -> Table:
     table.add_column("phase", overflow="fold")
     for head in (scale.decimal_unit, scale.binary_unit, "of peak"):
         table.add_column(head, justify="right", no_wrap=True)
-    for phase in sorted(forecast.phases, key=lambda phase: -phase.nbytes):
+    for phase in phases_worth_saying(forecast):
         table.add_row(escape(phase_words(phase)), *_amounts(scale, phase.nbytes), percent(phase.nbytes, forecast.peak_allocated))
     return table
 
@@ -129,7 +145,7 @@ def remarks(forecast: Forecast) -> Iterator[RenderableType]:
     """What else must be known: memory of the host, what is left out, warnings."""
     for account, nbytes in forecast.host.items():
         yield Text(f"in host memory: {account} {both(nbytes)}")
-    yield from (Text(f"not modelled: {line}") for line in forecast.not_modelled)
+    yield from (Text(left_out_line(line)) for line in forecast.not_modelled)
     yield from (Text(f"warning: {line}", style="bold") for line in forecast.warnings)
 
 

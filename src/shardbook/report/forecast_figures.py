@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardbook.accounts import Account
 from shardbook.forecasting.result import Forecast
 from shardbook.tables.reconciliation import in_order
 
@@ -66,9 +67,11 @@ def amount(value: float, digits: int) -> str:
 def both(nbytes: int) -> str:
     """Bytes as the makers of devices and as their drivers count them.
 
-    >>> both(112 * 10**9), both(760_000)
-    ('112.0 GB (104.3 GiB)', '0.760 MB (0.725 MiB)')
+    >>> both(112 * 10**9), both(760_000), both(0)
+    ('112.0 GB (104.3 GiB)', '0.760 MB (0.725 MiB)', '0 B')
     """
+    if not nbytes:
+        return "0 B"
     scale = scale_for(abs(nbytes))
     scale = replace(scale, digits=1 if abs(nbytes) >= scale.decimal else 3)
     return f"{scale.in_decimal(nbytes)} {scale.decimal_unit} ({scale.in_binary(nbytes)} {scale.binary_unit})"
@@ -101,8 +104,18 @@ def held(forecast: Forecast) -> int:
 
 
 def saved(forecast: Forecast) -> int:
-    """Bytes of them that this rank need not hold because other ranks do."""
-    return sum(one.total - one.here for one in forecast.holdings)
+    """Bytes of them that this rank need not hold because other ranks do, parameters that are cast when they are used among them.
+
+    Padding can make a rank hold more than its share; that saves nothing.
+    """
+    return sum(max(0, one.total - one.here) for one in forecast.holdings) + _cast(forecast)
+
+
+def _cast(forecast: Forecast) -> int:
+    """Bytes of parameters that are in no holding, because at this stage they are the master, cast."""
+    param, master = (forecast.convention.term(account) for account in (Account.PARAM, Account.MASTER))
+    whole = sum(one.total for one in forecast.holdings if one.account == Account.MASTER)
+    return round(whole / master.nbytes * param.nbytes) if param.is_cast(forecast.stage) and master.nbytes else 0
 
 
 def stacked(forecast: Forecast) -> Mapping[str, int]:

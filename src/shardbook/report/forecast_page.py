@@ -10,8 +10,10 @@ from shardbook.report.forecast_words import (
     bottleneck_lines,
     gb,
     heading,
+    left_out_line,
     needed_line,
     phase_words,
+    phases_worth_saying,
     setting_line,
     size_lines,
     traffic_line,
@@ -56,7 +58,7 @@ def _accounts(forecast: Forecast) -> str:
         for account, nbytes in stacked(forecast).items()
         if account != ABOVE
     ]
-    rows.append(("peak" if forecast.is_peak else "persistent", *_sizes(forecast.peak_allocated), "100.0%", ""))
+    rows.append(("peak" if forecast.is_peak else "state", *_sizes(forecast.peak_allocated), "100.0%", ""))
     table = markup.table(("account", "GB", "GiB", "share", "ranks"), rows, "by account", numbers=(1, 2, 3), sums=1, colours=True)
     words = [verdict_line(forecast), *size_lines(forecast), *bottleneck_lines(forecast), traffic_line(forecast)]
     return markup.section("By account", [drawn, table, *(markup.text("p", line) for line in words if line)])
@@ -78,7 +80,7 @@ def _beside(forecast: Forecast, cases: Sequence[Case], name: str) -> str:
 
 
 def _phases(forecast: Forecast) -> str:
-    rows = [(phase_words(phase), *_sizes(phase.nbytes)) for phase in forecast.phases]
+    rows = [(phase_words(phase), *_sizes(phase.nbytes)) for phase in phases_worth_saying(forecast)]
     table = markup.table(("phase", "GB", "GiB"), rows, "highest instant of each phase", numbers=(1, 2)) if rows else ""
     return markup.section("Phases", [table])
 
@@ -93,7 +95,7 @@ def _above(forecast: Forecast) -> str:
 
 
 def _left_out(forecast: Forecast) -> str:
-    lines = [*(f"not modelled: {line}" for line in forecast.not_modelled), *(f"warning: {line}" for line in forecast.warnings)]
+    lines = [*(left_out_line(line) for line in forecast.not_modelled), *(f"warning: {line}" for line in forecast.warnings)]
     return markup.section("What to know", [markup.text("p", line) for line in lines])
 
 

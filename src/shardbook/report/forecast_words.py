@@ -7,9 +7,17 @@ from shardbook.report.forecast_figures import both, device_memory, held, margin,
 from shardbook.tables.sizes import percent, place
 
 _ENGINES = {"shardbook": "shardbook", "deepspeed": "DeepSpeed", "fsdp2": "FSDP2", "ddp": "DDP", "megatron": "Megatron"}
+_GIVEN = "given"
+"""The phase of a peak that is made of a person's own figures."""
+
 _DEGREES = ("tensor", "context", "expert")
 _BUDGETS = ("state", "activations", "temporary")
 _SHOWN = ("precision", "recompute", "accumulate", "optimizer", "attention", "loss")
+
+
+def title(forecast: Forecast) -> str:
+    """The model's name; "" where it is but its number of parameters."""
+    return "" if forecast.model.endswith(" parameters") else forecast.model
 
 
 def heading(forecast: Forecast) -> str:
@@ -17,6 +25,13 @@ def heading(forecast: Forecast) -> str:
     ranks = f"{forecast.ranks:,} rank" + ("s" if forecast.ranks > 1 else "")
     trainer = f"{_ENGINES.get(forecast.engine, forecast.engine)}, stage {forecast.stage}, {ranks}"
     return f"{forecast.num_parameters:,} parameters ({forecast.source}); {trainer}"
+
+
+def phases_worth_saying(forecast: Forecast) -> list[PhasePeak]:
+    """Highest first; the first step is left out where it is like the later ones."""
+    later = {(phase.phase, phase.where): phase.nbytes for phase in forecast.phases if not phase.first}
+    kept = [phase for phase in forecast.phases if not phase.first or later.get((phase.phase, phase.where)) != phase.nbytes]
+    return sorted(kept, key=lambda phase: -phase.nbytes)
 
 
 def setting_line(forecast: Forecast) -> str:
@@ -42,13 +57,13 @@ def peak_line(forecast: Forecast) -> str:
     """When the peak is; or that this is none."""
     if not forecast.is_peak:
         return f"persistent: {both(forecast.persistent)}; {NOT_A_PEAK}"
-    where = place(forecast.peak_phase, forecast.peak_where)
-    return f"peak: {both(forecast.peak_allocated)} in {where}; between steps {both(forecast.persistent)}"
+    where = "by the figures that were given" if forecast.peak_phase == _GIVEN else f"in {place(forecast.peak_phase, forecast.peak_where)}"
+    return f"peak: {both(forecast.peak_allocated)} {where}; between steps {both(forecast.persistent)}"
 
 
 def phase_words(phase: PhasePeak) -> str:
-    """Which phase, in which unit, and whether it is so in the first step alone."""
-    return place(phase.phase, phase.where) + (" (first step only)" if phase.first else "")
+    """Which phase, in which unit, and whether of the first step."""
+    return place(phase.phase, phase.where) + (", first step" if phase.first else "")
 
 
 def needed_line(forecast: Forecast) -> str:
@@ -94,6 +109,15 @@ def traffic_line(forecast: Forecast) -> str:
         f"sent per rank and step: {both(forecast.sent)}; saved by partitioning: {both(saved(forecast))} of"
         f" {both(saved(forecast) + held(forecast))}"
     )
+
+
+def left_out_line(words: str) -> str:
+    """A thing that is left out, said to be so once.
+
+    >>> left_out_line("kernels of others"), left_out_line("activations not modelled: give --activations")
+    ('not modelled: kernels of others', 'not modelled: activations: give --activations')
+    """
+    return f"not modelled: {words.replace(' not modelled', '', 1)}"
 
 
 def gb(nbytes: int) -> str:

@@ -4,10 +4,10 @@ Weights go by the names of ``facts/parameters.py``. What an architecture has on 
 halves of a block, biases, learned positions, routed experts, latent attention) stands where its code has it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from shardbook.facts.architecture import Architecture
-from shardbook.forecasting.blocks.attention import attend
+from shardbook.forecasting.blocks.attention import attend, shared_tables
 from shardbook.forecasting.blocks.experts import route
 from shardbook.forecasting.blocks.feed_forward import feed_forward
 from shardbook.forecasting.blocks.losses import loss_of
@@ -40,8 +40,10 @@ class Decoder:
         """The forward of the whole model, down to the loss."""
         setting, weights = self._setting, self._weights
         x = self._embed(walk)
+        tables = shared_tables(setting, walk.ops, x.width)
         for index in range(self._facts.layers):
-            x = self._block(walk, x, f"blocks.{index}", recomputed=index in self._recomputed)
+            x = self._block(walk, x, f"blocks.{index}", tables, recomputed=index in self._recomputed)
+        del tables
         normed = norm(setting, walk.ops, x, weights, "norm")
         del x
         return loss_of(setting, walk, normed, weights)
@@ -51,24 +53,37 @@ class Decoder:
         table = weights["embedding.weight"]
         x = walk.unit(table.unit, lambda _: ops.embedding(table, setting.stream_rows, self._facts.hidden))
         if "positions.weight" in weights:
-            x = ops.add_row(x, weights["positions.weight"], rows_numel=weights["positions.weight"].numel)
+            x = self._positioned(walk, x, weights["positions.weight"])
         if "embedding_norm.weight" in weights:
             x = norm(setting, ops, x, weights, "embedding_norm")
         return self._dropped(walk, x)
 
-    def _block(self, walk: Walk, x: Value, name: str, *, recomputed: bool) -> Value:
+    def _positioned(self, walk: Walk, x: Value, table: Weight) -> Value:
+        """Plus learned positions, the same for every sequence."""
+        ops, setting = walk.ops, self._setting
+        if setting.style.positions == "slice":
+            return ops.add_row(x, table, rows_numel=table.numel)
+        columns = self._facts.hidden
+        row = ops.embedding(table, setting.sequence, columns, numbers=ops.new(setting.sequence, 8, "numbers of positions"))
+        return ops.add(x, row) if setting.micro_batch == 1 else ops.add_row(x, row, rows_numel=row.numel)
+
+    def _block(self, walk: Walk, x: Value, name: str, tables: Sequence[Value], *, recomputed: bool) -> Value:
         unit = self._block_units[name.split(".")[1]]
         if recomputed:
-            return walk.unit(unit, lambda x: walk.ops.checkpoint(lambda inner: self._run(walk, inner, name), given(x), self._choose), x)
-        return walk.unit(unit, lambda x: self._run(walk, x, name), x)
+            return walk.unit(
+                unit, lambda x: walk.ops.checkpoint(lambda inner: self._run(walk, inner, name, tables), given(x), self._choose), x
+            )
+        return walk.unit(unit, lambda x: self._run(walk, x, name, tables), x)
 
-    def _run(self, walk: Walk, x: Value | None, name: str) -> Value:
+    def _run(self, walk: Walk, x: Value | None, name: str, tables: Sequence[Value]) -> Value:
         x = given(x)
         ops, setting, weights = walk.ops, self._setting, self._weights
         normed = self._maybe_norm(walk, x, f"{name}.attention_norm")
-        mixed = attend(setting, ops, normed, weights, f"{name}.attention")
+        mixed = attend(setting, ops, normed, weights, f"{name}.attention", tables)
         if setting.facts.parallel:
-            other = normed if f"{name}.feed_forward_norm.weight" not in weights else norm(setting, ops, x, weights, f"{name}.feed_forward_norm")
+            other = (
+                normed if f"{name}.feed_forward_norm.weight" not in weights else norm(setting, ops, x, weights, f"{name}.feed_forward_norm")
+            )
             return ops.add(ops.add(x, mixed), self._feed_forward(walk, other, name))
         del normed
         mixed = self._dropped(walk, self._maybe_norm(walk, mixed, f"{name}.attention_post_norm"))

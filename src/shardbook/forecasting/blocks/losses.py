@@ -31,6 +31,8 @@ def _entropy(setting: Setting, ops: Kernels, logits: Value, rows: int) -> Value:
     wide = ops.to(logits, 4) if setting.style.logits == "fp32" else logits
     if setting.style.loss == "kernel":
         return ops.fused_cross_entropy(wide, rows)
+    if setting.style.loss == "own-kernel":
+        return ops.narrow_cross_entropy(wide, rows)
     return ops.cross_entropy(wide, rows)
 
 

@@ -21,7 +21,7 @@ def norm(setting: Setting, ops: Kernels, x: Value, weights: Mapping[str, Weight]
     if kind == "kernel":
         return ops.rms_norm(x, weight, rows)
     wide = ops.to(x, 4)
-    scale = ops.pointwise(ops.mean_last(ops.square(wide), rows), "rsqrt", saves_result=True)
+    scale = ops.pointwise(ops.mean_last(ops.power(wide), rows), "rsqrt", saves_result=True)
     normed = ops.mul_row(wide, scale, rows)
     del wide, scale
     if kind == "composed":

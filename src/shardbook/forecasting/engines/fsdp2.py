@@ -2,8 +2,8 @@
 
 Read from ``torch/distributed/fsdp/_fully_shard`` of torch 2.13 and held against torch's own ``FSDPMemTracker``. A gather needs the
 collective's output and the parameters' own memory at once; the output of the unit before is freed behind the next one's copy in forward,
-and at once in backward. Gradients stay in the type autograd made them in until their block's backward is over; the reduce-scatter's input, in the reduce
-type, stays until the next block's. The root is kept from forward to backward. Collectives have streams of their own, hence pools of
+and at once in backward. Gradients stay in the type autograd made them in until their block's backward is over; the input of the
+reduce-scatter, in the reduce type, stays until the next block's. The root is kept from forward to backward. Collectives have streams of their own, hence pools of
 their own in a caching allocator.
 """
 
@@ -117,7 +117,11 @@ class Fsdp2:
     def _gather(self, unit: str) -> None:
         size = self._sizes[unit]
         cast = self._param != self._kept
-        own = self._tape.take(Account.COMM, size.padded // self._how.ranks * self._param, f"cast shard of {unit}", pool="gather") if cast else None
+        own = (
+            self._tape.take(Account.COMM, size.padded // self._how.ranks * self._param, f"cast shard of {unit}", pool="gather")
+            if cast
+            else None
+        )
         self._arrived[unit] = self._tape.take(Account.COMM, size.padded * self._param, f"all-gather of {unit}", pool="gather")
         if own is not None:
             self._tape.give(own)

@@ -1,6 +1,17 @@
-"""What torch's AdamW takes while it steps, by the kernel that does it."""
+"""What torch's optimizers take while they step, by the kernel that does it."""
 
 from collections.abc import Sequence
+
+from shardbook.forecasting.choices import Choices
+
+
+def kernel_of(choices: Choices) -> str:
+    """The kernel whose temporaries count. SGD has none whatever its kernel, unless weights decay: torch/optim/sgd.py of torch 2.13.
+
+    >>> kernel_of(Choices(kernel="foreach")), kernel_of(Choices(optimizer="sgd", kernel="foreach"))
+    ('foreach', 'fused')
+    """
+    return choices.kernel if choices.optimizer == "adamw" else "fused"
 
 
 def step_temporaries(kernel: str, parameters: Sequence[int]) -> int:

@@ -41,7 +41,15 @@ class Shardbook:
     """See the file's header. ``steady``: a step after the first, whose moments exist from its beginning."""
 
     def __init__(
-        self, tape: Tape, structure: Structure, config: ZeroConfig, moments: Moments, num_weights: Mapping[str, int], *, kernel: str = "fused", steady: bool = True
+        self,
+        tape: Tape,
+        structure: Structure,
+        config: ZeroConfig,
+        moments: Moments,
+        num_weights: Mapping[str, int],
+        *,
+        kernel: str = "fused",
+        steady: bool = True,
     ) -> None:
         assert structure.orders is not None
         self._tape, self._config, self._structure = tape, config, structure

@@ -1,0 +1,343 @@
+"""Measured steps of shardbook beside their forecasts: a grid of shapes, stages, types, batches and numbers of ranks.
+
+    points()             the grid
+    compare(points)      by point: what the allocator and the books said, and what was forecast
+    python -m benchmarks.forecast_grid --only llama --items 12      some of it, with the largest items of what misses
+
+A run takes one step unseen, so that orders are agreed and the optimizer's state exists, then two that are measured. All points of a
+number of ranks share processes. The forecast is told what a person tells it: the module, on the meta device, the configuration, the
+batch, and which optimizer steps.
+"""
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardbook as sb
+from benchmarks import models, ranks
+from shardbook.document import Item
+from shardbook.models.config import DecoderConfig
+from shardbook.models.decoder import Decoder
+
+MIB = 2**20
+PEAK_BOUND = 0.03
+ACCOUNT_BOUND, ACCOUNT_FLOOR = 0.03, MIB
+NUM_MEASURED = 2
+NUM_ITEMS = 40
+
+Kernel = Literal["fused", "foreach", "for-loop"]
+Optimizer = Literal["adamw", "sgd", "sgd-momentum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run: a name of :data:`SHAPES`, how it is trained, and on how many ranks."""
+
+    shape: str
+    stage: int
+    precision: str = "fp32"
+    micro_batch: int = 2
+    sequence: int = 128
+    accumulate: int = 1
+    ranks: int = 2
+    clip: bool = False
+    optimizer: Optimizer = "adamw"
+    kernel: Kernel = "fused"
+
+    @property
+    def config(self) -> sb.ZeroConfig:
+        return sb.ZeroConfig(
+            stage=self.stage,  # pyright: ignore[reportArgumentType]
+            precision=sb.Precision.preset(self.precision),
+            accumulate=self.accumulate,
+            clip_grad_norm=1.0 if self.clip else None,
+            loss_scale=1.0 if self.precision == "fp16" else None,  # a dynamic one skips the first steps, and moments with them
+        )
+
+    @property
+    def choices(self) -> sb.Choices:
+        return sb.Choices(optimizer=self.optimizer, kernel=self.kernel)
+
+    def __str__(self) -> str:
+        batch = f"{self.accumulate} × {self.micro_batch} × {self.sequence}"
+        stepped = f"{self.kernel} {self.optimizer}" + (", clipped" if self.clip else "")
+        return f"{self.shape}, stage {self.stage}, {self.precision}, {batch}, {self.ranks} ranks, {stepped}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The rank whose allocator held most, at that instant."""
+
+    allocated: int
+    books: Mapping[str, int]
+    phase: str
+    unit: str
+    operator: str
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A point's two witnesses. Errors are signed: positive where the forecast is above the measurement."""
+
+    point: Point
+    measured: Measured
+    forecast: sb.Forecast
+
+    @property
+    def peak_error(self) -> float:
+        return self.forecast.peak_allocated / self.measured.allocated - 1
+
+    @property
+    def accounts(self) -> list[str]:
+        """Those that either has."""
+        return sorted({name for held in (self.measured.books, self.forecast.accounts) for name, nbytes in held.items() if nbytes})
+
+    def difference(self, account: str) -> int:
+        """Bytes by which the forecast is above the books."""
+        return self.forecast.accounts.get(account, 0) - self.measured.books.get(account, 0)
+
+    def misses(self) -> list[str]:
+        """What is further off than is promised."""
+        missed = ["peak"] if abs(self.peak_error) > PEAK_BOUND else []
+        for account in self.accounts:
+            bound = max(ACCOUNT_FLOOR, ACCOUNT_BOUND * self.measured.books.get(account, 0))
+            if abs(self.difference(account)) > bound:
+                missed.append(account)
+        return missed
+
+
+# ---- the models -------------------------------------------------------------------------------------------------------------
+
+
+def _gpt(**sizes: int) -> Callable[[int], nn.Module]:
+    return lambda sequence: models.GPT(models.GPTConfig(sequence=sequence, **sizes))
+
+
+def _decoder(**sizes: Any) -> Callable[[int], nn.Module]:
+    return lambda _: Decoder(DecoderConfig(**sizes))
+
+
+def _llama(sequence: int) -> nn.Module:
+    from transformers import LlamaConfig
+
+    return _local(LlamaConfig(
+        vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+        max_position_embeddings=sequence, tie_word_embeddings=False,
+    ))  # fmt: skip
+
+
+def _gpt2(sequence: int) -> nn.Module:
+    from transformers import GPT2Config
+
+    return _local(GPT2Config(
+        vocab_size=4096, n_embd=256, n_layer=4, n_head=8, n_positions=sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    ))  # fmt: skip
+
+
+def _local(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from shardbook.models.local import LocalModel
+
+    return LocalModel(AutoModelForCausalLM.from_config(config))
+
+
+SHAPES: dict[str, tuple[Callable[[int], nn.Module], int]] = {
+    "gpt": (_gpt(layers=6, width=384, heads=6, vocab=4096), 4096),
+    "gpt wide": (_gpt(layers=2, width=768, heads=12, vocab=1000), 1000),
+    "gpt vocabulary": (_gpt(layers=3, width=192, heads=3, vocab=32768), 32768),
+    "decoder": (_decoder(layers=6, width=384, heads=6, kv_heads=2, ffn=1024, vocab=4096), 4096),
+    "decoder tied": (_decoder(layers=4, width=320, heads=5, kv_heads=5, ffn=864, vocab=8192, tied=True), 8192),
+    "decoder vocabulary": (_decoder(layers=2, width=256, heads=4, kv_heads=1, ffn=700, vocab=40000), 40000),
+    "decoder 1 layer": (_decoder(layers=1, width=512, heads=8, kv_heads=4, ffn=1536, vocab=2048), 2048),
+    "decoder 12 layers": (_decoder(layers=12, width=256, heads=4, kv_heads=2, ffn=688, vocab=2048), 2048),
+    "decoder odd": (_decoder(layers=3, width=330, heads=11, kv_heads=1, ffn=777, vocab=5003), 5003),
+    "transformers llama": (_llama, 4096),
+    "transformers gpt2": (_gpt2, 4096),
+}
+"""A model by the longest sequence, and its vocabulary."""
+
+
+def build(point: Point, *, meta: bool = False) -> nn.Module:
+    """The model of a point, drawn from one seed on every rank, or without values."""
+    make, _ = SHAPES[point.shape]
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
+        torch.manual_seed(0)
+        return make(point.sequence)
+
+
+# ---- the grid ---------------------------------------------------------------------------------------------------------------
+
+
+def points() -> list[Point]:
+    """Every stage in fp32 and bf16 on 1 to 4 ranks, shapes and batches taking turns; then what a turn leaves out."""
+    return list(dict.fromkeys([*_turns(), *_more()]))
+
+
+def _turns() -> Iterator[Point]:
+    shapes = (
+        "gpt",
+        "decoder",
+        "transformers llama",
+        "decoder tied",
+        "gpt vocabulary",
+        "decoder odd",
+        "transformers gpt2",
+        "decoder 12 layers",
+    )
+    batches = ((1, 256, 1), (4, 128, 1), (2, 200, 2), (8, 64, 1), (2, 512, 1), (1, 128, 4), (4, 256, 1))
+    kernels: tuple[Kernel, ...] = ("fused", "foreach", "for-loop")
+    number = 0
+    for num_ranks in (1, 2, 3, 4):
+        for stage in (0, 1, 2, 3):
+            for precision in ("fp32", "bf16"):
+                micro_batch, sequence, accumulate = batches[number % len(batches)]
+                yield Point(
+                    shape=shapes[(3 * number + num_ranks) % len(shapes)], stage=stage, precision=precision, micro_batch=micro_batch,
+                    sequence=sequence, accumulate=accumulate, ranks=num_ranks, kernel=kernels[number % 3], clip=number % 4 == 1,
+                )  # fmt: skip
+                number += 1
+
+
+def _more() -> Iterator[Point]:
+    """Other conventions and optimizers, clipping, accumulation, and every shape at stage 3."""
+    for stage, shape in enumerate(("decoder", "gpt", "transformers llama", "decoder 1 layer")):
+        yield Point(shape=shape, stage=stage, precision="pure-bf16", micro_batch=4, ranks=2)
+        yield Point(shape=shape, stage=stage, precision="2+2+4+8", micro_batch=4, ranks=1 + stage % 2)
+        yield Point(shape=shape, stage=stage, optimizer="sgd", kernel="foreach", ranks=3)
+        yield Point(shape=shape, stage=stage, optimizer="sgd-momentum", precision="bf16", kernel="for-loop", ranks=1)
+        yield Point(shape=shape, stage=3 - stage, accumulate=4, clip=True, kernel="foreach", precision="bf16", micro_batch=1, ranks=2)
+    yield Point(shape="decoder 1 layer", stage=3, precision="fp16", sequence=64, ranks=2)
+    yield Point(shape="transformers llama", stage=0, precision="fp16", sequence=64, ranks=1)
+    for number, shape in enumerate(SHAPES):
+        yield Point(shape=shape, stage=3, precision=("fp32", "bf16")[number % 2], micro_batch=4, sequence=256, ranks=2)
+        yield Point(shape=shape, stage=number % 3, precision=("bf16", "fp32")[number % 2], micro_batch=8, sequence=64, ranks=1)
+    yield Point(shape="decoder vocabulary", stage=2, precision="bf16", accumulate=2, ranks=4)
+    yield Point(shape="gpt wide", stage=3, precision="pure-bf16", ranks=4, kernel="foreach")
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------------------
+
+
+def compare(chosen: Sequence[Point]) -> list[Compared]:
+    """Every point measured, and forecast."""
+    measured: dict[Point, Measured] = {}
+    for num_ranks in sorted({point.ranks for point in chosen}):
+        together = [point for point in chosen if point.ranks == num_ranks]
+        by_rank = ranks.run(num_ranks, measure_all, together, seconds=900.0)
+        for point, *found in zip(together, *by_rank, strict=True):
+            measured[point] = max(found, key=lambda one: one.allocated)
+    return [Compared(point=point, measured=measured[point], forecast=forecast(point)) for point in chosen]
+
+
+def forecast(point: Point) -> sb.Forecast:
+    """What shardbook says of a point beforehand."""
+    module = build(point, meta=True)
+    return sb.forecast(
+        module, point.config, ranks=point.ranks, micro_batch=point.micro_batch, sequence=point.sequence, choices=point.choices
+    )  # fmt: skip
+
+
+def measure_all(chosen: Sequence[Point]) -> list[Measured]:
+    """Every rank of a group calls it."""
+    found: list[Measured] = []
+    for point in chosen:
+        found.append(measure(point))
+        gc.collect()
+    return found
+
+
+def measure(point: Point) -> Measured:
+    """This rank's highest instant in the steps after the first."""
+    model = build(point)
+    optimizer = _optimizer(point, model)
+    engine = sb.Engine(model, optimizer, point.config)
+    _step(engine, point, 0)
+    _settle(engine, point)
+    gc.collect()
+    with sb.measure(model, optimizer) as run:
+        for step in range(1, 1 + NUM_MEASURED):
+            _step(engine, point, step)
+    _settle(engine, point)
+    mine = next(one for one in run.document().reconciliations if one.rank == dist.get_rank())
+    engine.close()
+    return Measured(
+        allocated=mine.allocated, books=dict(mine.books), phase=mine.phase, unit=mine.unit, operator=mine.operator, items=mine.items[:NUM_ITEMS]
+    )  # fmt: skip
+
+
+def _optimizer(point: Point, model: nn.Module) -> torch.optim.Optimizer:
+    how: dict[str, Any] = {"fused": point.kernel == "fused", "foreach": point.kernel == "foreach", "lr": 1e-4}
+    if point.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), **how)
+    return torch.optim.SGD(model.parameters(), momentum=0.9 if point.optimizer == "sgd-momentum" else 0.0, **how)
+
+
+def _step(engine: sb.Engine, point: Point, step: int) -> None:
+    for number in range(point.accumulate):
+        inputs, targets = _batch(point, step * point.accumulate + number)
+        out = engine(inputs, targets)
+        if isinstance(out, tuple):
+            engine.backward(out[0], weight=int(out[1]))
+        else:
+            engine.backward(out)
+        del inputs, targets, out
+    engine.step()
+
+
+def _batch(point: Point, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1_000_003 * number + dist.get_rank())
+    _, vocab = SHAPES[point.shape]
+    tokens = torch.randint(vocab, (2, point.micro_batch, point.sequence), generator=generator)
+    return tokens[0].clone(), tokens[1].clone()
+
+
+def _settle(engine: sb.Engine, point: Point) -> None:
+    """Awaits the refresh of stages 1 and 2."""
+    if point.stage < 3:
+        with engine.gathered():
+            pass
+
+
+# ---- by hand ----------------------------------------------------------------------------------------------------------------
+
+
+def lines(one: Compared, num_items: int = 0) -> Iterator[str]:
+    """A point for people who look for a difference."""
+    where, told = (
+        f"{one.measured.phase} {one.measured.unit} {one.measured.operator}",
+        f"{one.forecast.peak_phase} {one.forecast.peak_where}",
+    )
+    yield f"{one.point}: {one.peak_error:+.3%}, {one.measured.allocated:,} in {where}; forecast in {told}; misses {one.misses()}"
+    for account in one.accounts:
+        yield f"    {account:12} {one.measured.books.get(account, 0):>13,} {one.difference(account):>+13,}"
+    for item in one.measured.items[:num_items]:
+        yield f"        {item.account} {item.nbytes:,} {item.name} {item.unit} {item.shape} {item.dtype} {item.phase}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="points whose description contains this")
+    parser.add_argument("--items", type=int, default=0, help="largest items of what misses")
+    parser.add_argument("--all", action="store_true", help="also what does not miss")
+    options = parser.parse_args()
+    began = time.monotonic()
+    compared = compare([point for point in points() if options.only in str(point)])
+    for one in compared:
+        if one.misses() or options.all:
+            print("\n".join(lines(one, options.items)))
+    print(f"{len(compared)} points, {sum(bool(one.misses()) for one in compared)} miss, {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

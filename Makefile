@@ -7,17 +7,18 @@ PEERS := .venv-peers/bin
 PEERS_STAMP := .venv-peers/.installed
 PEER_PINS := -c constraints.txt -c benchmarks/constraints-peers.txt
 
-.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books clean
+.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books evidence-forecast clean
 
 help:
-	@echo "make demo             train a small decoder on real text: two ranks, ZeRO-3, a plain loop beside it"
-	@echo "make test             the test suite and the examples in the docstrings"
-	@echo "make test-full        the full products that the suite samples"
-	@echo "make lint             ruff and pyright"
-	@echo "make peers            .venv-peers: the engines that shardbook is compared with (DeepSpeed, Lightning, transformers, accelerate)"
-	@echo "make test-peers       the tests that need them"
-	@echo "make evidence-engine  the figures that take too long for the suite, written to docs/evidence/"
-	@echo "make evidence-books   the same of books and measurement; with DeepSpeed's where make peers was run"
+	@echo "make demo               train a small decoder on real text: two ranks, ZeRO-3, a plain loop beside it"
+	@echo "make test               the test suite and the examples in the docstrings"
+	@echo "make test-full          the full products that the suite samples"
+	@echo "make lint               ruff and pyright"
+	@echo "make peers              .venv-peers: the engines that shardbook is compared with (DeepSpeed, Lightning, transformers, accelerate)"
+	@echo "make test-peers         the tests that need them"
+	@echo "make evidence-engine    the figures that take too long for the suite, written to docs/evidence/"
+	@echo "make evidence-books     the same of books and measurement; with DeepSpeed's where make peers was run"
+	@echo "make evidence-forecast  the same of forecasts, beside measured steps, published measurements and other estimators"
 
 setup: $(STAMP)
 
@@ -25,7 +26,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,hf,report,dev]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,hf,report,explore,dev]' -c constraints.txt
 	touch $(STAMP)
 
 # DeepSpeed comes as source and looks for torch while it is built: so it is built beside the torch that is there, and compiles nothing.
@@ -65,6 +66,9 @@ evidence-engine: $(STAMP)
 
 evidence-books: $(STAMP)
 	$(BIN)/python -m benchmarks.evidence_books
+
+evidence-forecast: $(STAMP)
+	$(BIN)/python -m benchmarks.evidence_forecast
 
 clean:
 	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis build dist

@@ -14,7 +14,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -39,7 +39,7 @@ Optimizer = Literal["adamw", "sgd", "sgd-momentum"]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One run: a name of :data:`SHAPES`, how it is trained, and on how many ranks."""
+    """One run: a name of :data:`SHAPES` or :data:`SMALL_SHAPES`, how it is trained, and on how many ranks."""
 
     shape: str
     stage: int
@@ -139,7 +139,8 @@ def _gpt2(sequence: int) -> nn.Module:
     from transformers import GPT2Config
 
     return _local(GPT2Config(
-        vocab_size=4096, n_embd=256, n_layer=4, n_head=8, n_positions=sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=4096, n_embd=256, n_layer=4, n_head=8, n_positions=sequence, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ))  # fmt: skip
 
 
@@ -166,10 +167,17 @@ SHAPES: dict[str, tuple[Callable[[int], nn.Module], int]] = {
 }
 """A model by the longest sequence, and its vocabulary."""
 
+SMALL_SHAPES: dict[str, tuple[Callable[[int], nn.Module], int]] = {
+    "small gpt": (_gpt(layers=3, width=64, heads=2, vocab=512), 512),
+    "small decoder": (_decoder(layers=3, width=64, heads=4, kv_heads=2, ffn=176, vocab=512), 512),
+    "small decoder tied": (_decoder(layers=2, width=64, heads=4, kv_heads=1, ffn=176, vocab=512, tied=True), 512),
+}
+"""For checks of equality in seconds; not in the grid."""
+
 
 def build(point: Point, *, meta: bool = False) -> nn.Module:
     """The model of a point, drawn from one seed on every rank, or without values."""
-    make, _ = SHAPES[point.shape]
+    make, _ = (SHAPES | SMALL_SHAPES)[point.shape]
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(0)
         return make(point.sequence)
@@ -236,7 +244,12 @@ def compare(chosen: Sequence[Point]) -> list[Compared]:
         by_rank = ranks.run(num_ranks, measure_all, together, seconds=900.0)
         for point, *found in zip(together, *by_rank, strict=True):
             measured[point] = max(found, key=lambda one: one.allocated)
-    return [Compared(point=point, measured=measured[point], forecast=forecast(point)) for point in chosen]
+    return [compare_with(point, measured[point]) for point in chosen]
+
+
+def compare_with(point: Point, measured: Measured) -> Compared:
+    """A measurement beside the forecast of its point."""
+    return Compared(point=point, measured=measured, forecast=forecast(point))
 
 
 def forecast(point: Point) -> sb.Forecast:
@@ -268,11 +281,16 @@ def measure(point: Point) -> Measured:
         for step in range(1, 1 + NUM_MEASURED):
             _step(engine, point, step)
     _settle(engine, point)
-    mine = next(one for one in run.document().reconciliations if one.rank == dist.get_rank())
+    mine = next(one for one in run.document().reconciliations if one.rank == _rank())
     engine.close()
     return Measured(
-        allocated=mine.allocated, books=dict(mine.books), phase=mine.phase, unit=mine.unit, operator=mine.operator, items=mine.items[:NUM_ITEMS]
-    )  # fmt: skip
+        allocated=mine.allocated,
+        books=dict(mine.books),
+        phase=mine.phase,
+        unit=mine.unit,
+        operator=mine.operator,
+        items=mine.items[:NUM_ITEMS],
+    )
 
 
 def _optimizer(point: Point, model: nn.Module) -> torch.optim.Optimizer:
@@ -295,10 +313,14 @@ def _step(engine: sb.Engine, point: Point, step: int) -> None:
 
 
 def _batch(point: Point, number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1_000_003 * number + dist.get_rank())
-    _, vocab = SHAPES[point.shape]
+    generator = torch.Generator().manual_seed(1_000_003 * number + _rank())
+    _, vocab = (SHAPES | SMALL_SHAPES)[point.shape]
     tokens = torch.randint(vocab, (2, point.micro_batch, point.sequence), generator=generator)
     return tokens[0].clone(), tokens[1].clone()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _settle(engine: sb.Engine, point: Point) -> None:

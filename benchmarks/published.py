@@ -16,6 +16,7 @@ from statistics import median
 
 import shardbook as sb
 from benchmarks import published_rows
+from benchmarks.evidence_engine import Section, prose
 from benchmarks.published_rows import Asked, NotModelledError, Row
 from shardbook.facts.hardware import device
 from shardbook.forecasting.result import Forecast, Verdict
@@ -26,6 +27,8 @@ LEAST_GIB = 4.0
 """Below it interpreter, libraries and allocator rounding are no small part of a measurement."""
 
 WITHIN = 0.15
+SOME_DEVICE = "a100-80gb"
+"""Where a row states no device: CUDA's kernels, and the smaller workspaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,8 @@ def _compared(row: Row) -> Compared:
     measured = float(row["value_gib"])
     try:
         counter = published_rows.counter(row)
-        told = sb.forecast(**published_rows.asked(row).call())
+        call = published_rows.asked(row).call()
+        told = sb.forecast(**{**call, "device": call["device"] or SOME_DEVICE})
         forecast = _of_counter(told, counter)
     except NotModelledError as reason:
         return Compared(row=row, measured_gib=measured, reason=str(reason))
@@ -187,11 +191,83 @@ def _told(runs: Sequence[Ran], *, wrong: Verdict) -> Iterator[str]:
             yield f"* {mark}: {name} on {each.row['gpu']}: {low:.1f} to {high:.1f} GiB needed; {each.reason}"
 
 
+# A section of the evidence ---------------------------------------------------------------------------------------------
+
+MODELLED, MEDIAN, NINE_IN_TEN, MOST_CLOSE = 0.8, 0.06, 0.9, 0.1
+"""What is promised: share of scored rows modelled, median absolute error, share within 15%, share of feasible runs too close to call."""
+
+
+def section(*, quick: bool = False, data: Path = DATA) -> Section:
+    """Measured, too large, and feasible runs beside their forecasts. ``quick`` leaves out the feasible ones."""
+    found = Section(title="Beside published measurements")
+    if not (data / "measured.csv").exists():
+        found.text += prose(
+            f"*Not run*: {data} holds no measured.csv; `python -m benchmarks.published measured.csv feasible.csv` takes tables."
+        )
+        return found
+    rows = read(data / "measured.csv")
+    compared = compare(rows)
+    scored = [each for each in compared if each.is_scored]
+    found.text += prose(*_INTRODUCTION)
+    found.text += [*table(scored), ""]
+    _promise_scores(found, scored)
+    others = [each for each in compared if not each.is_scored and not each.reason]
+    found.text += prose(f"Smaller rows, and rows that are not fit for scoring, as far as they are modelled: {Score.of(others)}.")
+    found.text += [*table(others), ""]
+    found.text += prose("Measured rows that are not modelled, by reason:")
+    reasons = Counter(each.reason for each in compared if each.reason)
+    found.text += [*(f"* {count}: {reason}" for reason, count in reasons.most_common()), ""]
+    _promise_verdicts(found, verdicts(rows, feasible=False), "did not fit", wrong="fits")
+    if not quick and (data / "feasible.csv").exists():
+        _promise_verdicts(found, verdicts(read(data / "feasible.csv"), feasible=True), "ran to the end", wrong="does not fit")
+    return found
+
+
+_INTRODUCTION = (
+    "`python -m benchmarks.published`. Each row becomes a question by rules on its columns (`benchmarks/published_rows.py`); no constant",
+    "is fitted to a row or a source. Allocated and active bytes are compared with `peak_allocated`, reserved bytes with the middle of",
+    "`peak_reserved`.",
+)
+
+
+def _promise_scores(found: Section, scored: Sequence[Compared]) -> None:
+    missing = [each for each in scored if each.reason]
+    found.text += [*(f"* not modelled: {each.row['id']}, {each.reason}" for each in missing), ""] if missing else []
+    whole = Score.of(scored)
+    share = whole.modelled / whole.rows if whole.rows else 0.0
+    found.promise(
+        f"{whole.modelled} of {whole.rows} scored rows of {LEAST_GIB:g} GiB and more are modelled, at least {MODELLED:.0%}",
+        holds=share >= MODELLED,
+    )
+    for counter in ("allocated", "active", "reserved"):
+        score = Score.of([each for each in scored if each.row["score"] == counter])
+        if score.modelled:
+            said = f"{counter}: {score}; at most {MEDIAN:.0%} and at least {NINE_IN_TEN:.0%}"
+            found.promise(said, holds=score.median_error <= MEDIAN and score.within >= NINE_IN_TEN)
+
+
+def _promise_verdicts(found: Section, runs: Sequence[Ran], what: str, *, wrong: Verdict) -> None:
+    found.text += [f"Runs that {what}:", "", *_told(runs, wrong=wrong), ""]
+    said = Counter(each.verdict for each in runs)
+    modelled = sum(each.verdict is not None for each in runs)
+    found.promise(f"{said[wrong]} of {modelled} modelled runs that {what} are said to be one that {wrong}", holds=said[wrong] == 0)
+    if wrong == "does not fit":
+        close = said["too close to call"]
+        found.promise(
+            f"{close} of {len(runs)} runs that {what} are too close to call, at most {MOST_CLOSE:.0%}",
+            holds=close <= MOST_CLOSE * len(runs),
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", nargs="?", type=Path, default=DATA / "measured.csv", help="table of measurements")
     parser.add_argument("feasible", nargs="?", type=Path, default=DATA / "feasible.csv", help="table of runs that fitted")
     options = parser.parse_args()
+    missing = [str(path) for path in (options.measured, options.feasible) if not path.exists()]
+    if missing:
+        print(f"not run: no {' and no '.join(missing)}; give the paths of tables with these columns")
+        return
     for line in report(read(options.measured)):
         print(line)
     print("\n## Runs that fitted\n")

@@ -5,7 +5,7 @@ A column that is empty, or says something that no rule knows, ends in :class:`No
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +21,10 @@ Row = Mapping[str, str]
 GPT2_VOCAB = 50_257
 """Tokens of the GPT-2 tokenizer, which Megatron-LM's tests train with."""
 
-UNFUSED_ATTENTION = ("_fim_dataset", "_tp4_pp1_dist_optimizer_overlap_grad_reduce_param_gather")
-"""Tests whose ``model_config.yaml`` (Megatron-LM, tests/functional_tests/test_cases) asks for ``--attention-backend: unfused``."""
+FUSED_ATTENTION = ("resume", "memory_speed", "weekly", "release", "nondeterministic")
+"""In names of Megatron-LM's tests: these leave attention's kernel to Transformer Engine. The others compare one run with what it gave
+before, and ask for ``--attention-backend: unfused``: of the ``model_config.yaml`` in tests/functional_tests/test_cases that were read,
+7 of 8 of one run have it, none of 11 others."""
 
 NO_DROPOUT = ("_cp2_nondeterministic",)
 """Tests whose ``model_config.yaml`` turns dropout off; the others train with Megatron-LM's default of 0.1."""
@@ -89,9 +91,9 @@ def asked(row: Row) -> Asked:
     return Asked(
         model=_model(row),
         engine=engine,
-        config=ZeroConfig(stage=stage, precision=_precision(row), recompute=_recompute(row)),  # pyright: ignore[reportArgumentType]
+        config=ZeroConfig(stage=stage, precision=_precision(row), recompute=_recompute(row), accumulate=int(row["grad_accum"] or 1)),  # pyright: ignore[reportArgumentType]
         choices=choices,
-        ranks=_number(row, "n_gpus"),
+        ranks=_ranks(row),
         device=device_name(row["gpu"]),
         micro_batch=_number(row, "micro_batch"),
         sequence=_number(row, "seq_len"),
@@ -129,7 +131,11 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (  # column, what it matches, reaso
     ("model", r"muon", "optimizer: Muon"),
     ("act_ckpt", r"unstated|offload", "recomputation is not stated"),
     ("zero_or_fsdp", r"Megatron-FSDP|\+\+", "engine"),
-    ("model", r"^(bert|nemotron)|mla|cudagraph", "architecture or capture as a CUDA graph"),
+    (
+        "model",
+        r"^(bert|t5|retro|nemotron|hybrid|mamba|multimodal|vlm|mimo)|mla|mtp|dsa|cudagraph",
+        "architecture or capture as a CUDA graph",
+    ),
     ("model", r"etp[2-9]", "experts cut over tensor-parallel devices"),
     ("model", r"multi_dist_optimizer_instances", "several instances of the distributed optimizer"),
 )
@@ -141,6 +147,13 @@ def _refuse(row: Row) -> None:
     for column, pattern, reason in _REFUSED:
         if re.search(pattern, row[column]):
             raise NotModelledError(f"{reason}: {row[column]}" if column in ("optimizer", "zero_or_fsdp", "offload") else reason)
+
+
+def _ranks(row: Row) -> int:
+    """All devices: stated, or the product of the degrees."""
+    if row["n_gpus"]:
+        return _number(row, "n_gpus")
+    return _number(row, "dp") * int(row["tp"] or 1) * int(row["cp"] or 1)
 
 
 def _number(row: Row, column: str) -> int:
@@ -177,12 +190,18 @@ _PRECISIONS: tuple[tuple[str, Precision], ...] = (
     (r"^(bf16-true|pure_bf16)$", Precision.preset("pure-bf16")),
     (r"^fp32$", Precision()),
     (r"^bf16 \(HF\+DeepSpeed", Precision(param="bf16")),
+    (r"^bf16 \+ fp32 master", Precision(param="bf16")),
+    (r"^bf16[- ]true|^pure[- _]bf16", Precision.preset("pure-bf16")),
 )
 
 
 def _precision(row: Row) -> Precision:
     if row["optimizer"].startswith("Adam fp32 (Megatron"):
         return Precision(param=row["precision"])
+    if "torchtune" in row["source"] and row["precision"] == "bf16":  # its dtype is that of parameters, gradients and moments
+        return Precision.preset("pure-bf16")
+    if row["zero_or_fsdp"].startswith("ZeRO-") and row["precision"] in ("bf16", "fp16"):  # DeepSpeed's masters are fp32
+        return Precision.preset(row["precision"])
     for pattern, precision in _PRECISIONS:
         if re.search(pattern, row["precision"]):
             return precision
@@ -190,15 +209,21 @@ def _precision(row: Row) -> Precision:
 
 
 def _recompute(row: Row) -> Recompute:
-    stated = row["act_ckpt"]
+    stated = row["act_ckpt"].lower()
+    if "fsdp policy" in stated:  # litgpt's tables: none on one device, with FSDP its policy
+        stated = stated if row["n_gpus"] == "1" else ""
     if stated.startswith("selective"):
-        return Recompute(policy="selective")
-    if stated.startswith("full"):
+        # Megatron-LM's is attention's core alone: what a kernel without scores keeps anyway
+        return Recompute() if _is_megatron(row) else Recompute(policy="selective")
+    if stated.startswith("full") or stated in ("on", "yes", "true"):
         return Recompute(policy="full")
-    single = row["n_gpus"] == "1"
-    if stated == "none" or (stated.startswith("none (1 GPU)") and single):
+    if stated.startswith("none") or stated in ("off", "no", "false"):
         return Recompute()
     raise NotModelledError(f"recomputation: {stated or 'unknown'}")
+
+
+def _is_megatron(row: Row) -> bool:
+    return "Megatron" in row["source"]
 
 
 _CODES: tuple[tuple[str, str], ...] = (  # what source matches, whose code the blocks are
@@ -213,7 +238,8 @@ _CODES: tuple[tuple[str, str], ...] = (  # what source matches, whose code the b
 def _choices(row: Row, engine: str) -> Choices:
     code = next((code for pattern, code in _CODES if re.search(pattern, row["source"])), "")
     notes = row["notes"]
-    unfused = any(name in row["model"] for name in UNFUSED_ATTENTION)
+    fused = row["act_ckpt"].startswith("selective") or any(word in row["model"] for word in FUSED_ATTENTION)
+    unfused = engine == "megatron" and not fused
     choices = Choices(
         implementation=code,
         loss="chunked" if "chunked CE" in notes else "full",
@@ -244,36 +270,71 @@ def _with_adapters(choices: Choices, row: Row) -> Choices:
     return replace(choices, lora_rank=rank, lora_targets="attention")
 
 
+_DEVICES: tuple[tuple[str, str], ...] = (  # what gpu matches, the catalog's name; the first that matches
+    (r"gb200|b200/", "gb200"), (r"b200", "b200"), (r"gh200", "gh200-96gb"), (r"h200", "h200"), (r"h100.*96", "h100-96gb"),
+    (r"h100.*(94|nvl)", "h100-nvl"), (r"h100", "h100-80gb"), (r"h800", "h800-80gb"), (r"h20\b", "h20"), (r"a800", "a800-80gb"),
+    (r"a100.*40", "a100-40gb"), (r"dgx_a100|a100.*80", "a100-80gb"), (r"titan", "titan-rtx"), (r"3090", "rtx-3090"), (r"4090", "rtx-4090"),
+    (r"5090", "rtx-5090"), (r"a6000", "a6000"), (r"a40\b", "a40"), (r"a30\b", "a30"), (r"a10", "a10-24gb"), (r"l40s", "l40s"), (r"l4\b", "l4"),
+    (r"v100.*32", "v100-32gb"), (r"v100", "v100-16gb"), (r"t4\b", "t4"), (r"mi250", "mi250x"), (r"mi300", "mi300x"), (r"mi325", "mi325x"),
+)  # fmt: skip
+
+
 def device_name(gpu: str) -> str | None:
-    """As the catalog of devices spells it: ``A100-80`` is ``a100-80gb``, ``dgx_gb200`` a ``gb200``; None: unknown.
+    """As the catalog of devices spells it: ``A100-80`` is ``a100-80gb``, ``dgx_gb200`` a ``gb200``; None: unknown, or of which size.
 
     >>> device_name("A100-40"), device_name("TITAN RTX 24GB (23.65 GiB)"), device_name("dgx_h100"), device_name("unstated")
     ('a100-40gb', 'titan-rtx', 'h100-80gb', None)
     """
-    plain = re.sub(r"\s*\(.*\)", "", gpu).lower().removeprefix("dgx_").replace(" ", "-")
-    if not plain or plain == "unstated" or plain.startswith("b200/"):
-        return None
-    plain = re.sub(r"-(\d+)$", r"-\1gb", plain)
-    return {"a100": "a100-80gb", "h100": "h100-80gb", "titan-rtx-24gb": "titan-rtx", "rtx4090": "rtx-4090"}.get(plain, plain)
+    low = gpu.lower()
+    return next((name for pattern, name in _DEVICES if re.search(pattern, low) and not re.fullmatch(r"a100|a100-class.*", low)), None)
 
 
 # Models ----------------------------------------------------------------------------------------------------------------
 
 
 def _model(row: Row) -> str | ModelFacts:
-    if ":" in row["model"]:
+    if _is_megatron(row):
         return _megatron_model(row)
     name = re.sub(r"[\s_]+", "-", row["model"].strip().lower())
     for spelt in _spellings(name):
         if spelt in catalog.rows():
-            return spelt
+            return _as_stated(row, spelt)
     raise NotModelledError(f"model is not in the catalog: {row['model']}")
 
 
-def _spellings(name: str) -> tuple[str, ...]:
-    """``llama-2-7-b`` and ``llama2-7b`` are ``llama-2-7b``."""
-    joined = re.sub(r"(\d)-([bm])$", r"\1\2", name)
-    return (name, joined, re.sub(r"^llama(\d)", r"llama-\1", joined), re.sub(r"^llama-(\d+b)$", r"llama-1-\1", joined))
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+
+
+def _as_stated(row: Row, name: str) -> str | ModelFacts:
+    """The catalog's model, with the sizes of the row where it states others (a cut-down copy, another vocabulary)."""
+    known = catalog.architecture(catalog.rows()[name])
+    stated = {size: int(row[size]) for size in _SIZES if row[size].isdigit()}
+    if all(getattr(known, size) == value for size, value in stated.items()):
+        return name
+    if {"hidden", "heads"} <= stated.keys() and (known.hidden, known.heads) != (stated["hidden"], stated["heads"]):
+        stated["head_dim"] = stated["hidden"] // stated["heads"]
+    return model_facts(
+        replace(known, **stated), name=row["model"], source=f"{name} of the catalog, with the sizes that {row['source']} states"
+    )
+
+
+_GPT2_SIZES = {"124m": "", "117m": "", "350m": "-medium", "355m": "-medium", "774m": "-large", "1.5b": "-xl", "1558m": "-xl"}
+
+
+def _spellings(name: str) -> Iterator[str]:
+    """``llama-2-7-b`` and ``llama2-7b`` are ``llama-2-7b``, ``meta-llama/llama-2-7b-hf`` as well, and ``gpt-2-124m`` is ``gpt2``."""
+    yield name
+    bare = re.sub(r"(-(hf|instruct|chat|base|it|text|v0\.\d))+$", "", name.rpartition("/")[2].removeprefix("meta-"))
+    joined = re.sub(r"(\d)-([bm])$", r"\1\2", bare)
+    yield joined
+    yield re.sub(r"^(llama|qwen|gemma|phi)-?(\d)", _hyphened, joined)
+    yield re.sub(r"^llama-(\d+b)$", r"llama-1-\1", joined)
+    if found := re.fullmatch(r"gpt-?2-([\d.]+[bm])", joined):
+        yield "gpt2" + _GPT2_SIZES.get(found[1], "?")
+
+
+def _hyphened(found: re.Match[str]) -> str:
+    return f"{found[1]}{'' if found[1] == 'qwen' else '-'}{found[2]}"
 
 
 def _rope_decoder(row: Row) -> Architecture:
@@ -292,7 +353,7 @@ def _megatron_model(row: Row) -> ModelFacts:
     multiple = 128 * int(row["tp"] or 1)  # --make-vocab-size-divisible-by
     experts = int(row["experts"] or 0)
     bias, gated = not experts, "swiglu" in notes  # its tests of experts say --disable-bias-linear
-    if experts and int(row["tp"] or 1) == 1:
+    if experts and (int(row["tp"] or 1) == 1 or "realistic size" in notes):
         raise NotModelledError("how many experts a token visits is unknown")
     architecture = replace(
         a, family="gpt", vocab=-(-int(row["vocab"] or GPT2_VOCAB) // multiple) * multiple, norm="layer", gated=gated,

@@ -296,6 +296,12 @@ def test_toml_tables_and_top_level_say_the_same(tmp_path):
     assert toml(tmp_path, "") == ZeroConfig()
 
 
+def test_a_table_has_a_flag_of_another_tables_name(tmp_path):
+    config = toml(tmp_path, '[recompute]\npolicy = "full"\noffload = true\n[offload]\noptimizer = "host"\n')
+    assert config.recompute == Recompute(policy="full", offload=True)
+    assert config.offload == Offload(optimizer="host")
+
+
 def test_toml_says_none_in_words(tmp_path):
     config = toml(tmp_path, '[zero]\nclip_grad_norm = "none"\n[zero.precision]\nparam = "bf16"\nreduce = "bf16"\nmaster = "none"\n')
     assert config.precision == Precision.preset("pure-bf16")

@@ -85,7 +85,7 @@ def _value(name: str, value: object, annotation: object, place: list[str]) -> ob
     if value == "none" and NoneType in get_args(annotation):
         return None
     sub = _SUBCONFIGS.get(name)
-    if sub is None or is_dataclass(value):
+    if sub is None or annotation is not sub or is_dataclass(value):  # Recompute has an "offload" too, and that is a flag
         return value
     if sub is Precision and isinstance(value, str):
         try:

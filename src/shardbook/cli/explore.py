@@ -1,11 +1,11 @@
 """``shardbook explore``: the notebook, served on this machine."""
 
 import importlib.resources
-import subprocess
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import tyro
 
@@ -26,10 +26,14 @@ def explore(*, headless: _Headless = False, port: _Port = None, run: _Run = None
     if missing := [name for name in ("marimo", "altair", "vl_convert") if find_spec(name) is None]:
         print(f"shardbook: {NOT_HERE.format(missing=' and '.join(missing))}", file=sys.stderr, flush=True)
         return 1
-    try:
-        return subprocess.run(command, check=False).returncode
-    except KeyboardInterrupt:
-        return 130
+    return _become(command)
+
+
+def _become(command: list[str]) -> NoReturn:
+    """The server takes this process's place, so that whoever ends the one ends the other."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)
 
 
 def command_line(*, headless: bool, port: int | None, run: Path | None) -> list[str]:
@@ -43,7 +47,7 @@ def command_line(*, headless: bool, port: int | None, run: Path | None) -> list[
     if run is not None:
         read_document(run)
     app = str(importlib.resources.files("shardbook.explore") / "app.py")
-    command = [sys.executable, "-m", "marimo", "--quiet", "run", app, "--host", _HOST, "--no-token"]
+    command = [sys.executable, "-m", "marimo", "run", app, "--host", _HOST, "--no-token"]
     command += ["--headless"] if headless else []
     command += ["--port", str(port)] if port is not None else []
     return [*command, "--", "--run", str(run.absolute())] if run is not None else command

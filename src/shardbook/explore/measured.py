@@ -8,8 +8,7 @@ from typing import Any
 import shardbook as sb
 from shardbook.document import RunDocument
 from shardbook.errors import ConfigError
-from shardbook.explore.stacks import Bar
-from shardbook.explore.lesson import decoder_facts
+from shardbook.explore.small import decoder_facts
 from shardbook.forecasting.result import Forecast
 from shardbook.tables.reconciliation import largest
 from shardbook.tables.sizes import place

@@ -1,48 +1,41 @@
 """The notebook's pictures and tables, as markup: those of the report, in the same colours and by the same rules."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from shardbook.accounts import Account
+from shardbook.explore.stacks import Bar, draw
 from shardbook.forecasting.result import NOT_A_PEAK, Forecast, Holding
 from shardbook.report import charts, markup
 from shardbook.report.charts import Line
 from shardbook.report.colours import NEUTRAL, account_colour
-from shardbook.report.forecast_charts import caption, description, legend, stacks
 from shardbook.report.forecast_figures import Case, amount, both, device_memory, held, saved, scale_for, verdict
 from shardbook.report.forecast_words import bottleneck_lines, gb, needed_line, peak_line
 from shardbook.tables.reconciliation import in_order
 from shardbook.tables.sizes import percent, place
 
 _DASHES = {"stage 0": (), "stage 1": (10, 4), "stage 2": (5, 4), "stage 3": (2, 3)}
-
-
-def stack(forecast: Forecast) -> str:
-    """One rank by account, with the device's limit across."""
-    return beside([Case(label="a rank", forecast=forecast)])
-
-
-def beside(cases: Sequence[Case]) -> str:
-    """A stack for each case, with one legend; refused cases are named under the picture."""
-    known = [case.forecast for case in cases if case.forecast is not None]
-    refused = "".join(markup.text("p", f"{case.label}: {case.why}", "soft") for case in cases if case.forecast is None)
-    if not known:
-        return refused
-    limit = device_memory(known[0])
-    drawn = markup.picture(stacks(cases, limit), description(cases), caption(known[0]), markup.legend(legend(cases)))
-    return drawn + refused
+_SAVED, _SENT = "saved by partitioning", "sent per step"
+_COLOURS = {_SAVED: account_colour("PARAM"), _SENT: NEUTRAL}
 
 
 def cards(forecast: Forecast) -> str:
     """What is read first."""
     facts: list[tuple[str, str, str]] = []
     if forecast.is_peak:
-        facts.append(("peak of a rank", both(forecast.peak_allocated), f"in {place(forecast.peak_phase, forecast.peak_where)}"))
+        facts.append(("peak of a rank", both(forecast.peak_allocated), _when(forecast)))
     else:
         facts.append(("persistent on a rank", both(forecast.persistent), NOT_A_PEAK))
     if device_memory(forecast) is not None:
         facts.append((f"on {forecast.inputs.get('device')}", verdict(forecast), needed_line(forecast)))
     facts.append(("training state, whole", both(forecast.state), f"weights alone {gb(forecast.weights)}"))
-    facts.append(("sent per rank and step", both(forecast.sent), f"saved by partitioning {both(saved(forecast))}"))
+    facts.append(("sent per rank and step", both(forecast.sent), f"{_SAVED} {both(saved(forecast))}"))
     return markup.cards(facts)
+
+
+def _when(forecast: Forecast) -> str:
+    if forecast.peak_phase == "given":
+        return "by the figures that were given"
+    return f"in {place(forecast.peak_phase, forecast.peak_where)}"
 
 
 def moving_bottleneck(forecast: Forecast) -> str:
@@ -53,33 +46,24 @@ def moving_bottleneck(forecast: Forecast) -> str:
 
 def residence(forecast: Forecast) -> str:
     """What of the state is partitioned, and what every rank still has whole."""
-    largest = max((one.total for one in forecast.holdings), default=0)
-    scale = scale_for(largest)
-    rows = [
-        (
-            one.account,
-            scale.in_decimal(one.total),
-            scale.in_decimal(one.here),
-            _lies(one),
-        )
-        for one in forecast.holdings
-    ]
     total, here = sum(one.total for one in forecast.holdings), held(forecast)
-    rows.append(("state", scale.in_decimal(total), scale.in_decimal(here), percent(here, total)))
+    scale = scale_for(total)
+    rows = [(one.account, scale.in_decimal(one.total), scale.in_decimal(one.here), _lies(one, forecast)) for one in forecast.holdings]
+    rows.append(("state", scale.in_decimal(total), scale.in_decimal(here), f"{percent(here, total)} here"))
     heads = ("account", f"whole model, {scale.decimal_unit}", f"on this rank, {scale.decimal_unit}", "how it lies")
     return markup.table(heads, rows, "what is partitioned, and what is still replicated", numbers=(1, 2), sums=1, colours=True)
 
 
-def _lies(one: Holding) -> str:
+def _lies(one: Holding, forecast: Forecast) -> str:
     if not one.total:
-        return "not kept"
+        cast = one.account == Account.PARAM and forecast.convention.term(Account.PARAM).is_cast(forecast.stage)
+        return "cast from the master" if cast else "not kept"
     return f"partitioned over {one.partitions:,}" if one.partitions > 1 else "replicated"
 
 
 def by_ranks(found: Mapping[str, Sequence[tuple[int, int]]], limit: int | None = None) -> str:
     """State on a rank against the number of ranks."""
-    amounts = [nbytes for points in found.values() for _, nbytes in points]
-    scale = scale_for(max(amounts, default=0))
+    scale = scale_for(max((nbytes for points in found.values() for _, nbytes in points), default=0))
     drawn = [
         Line(name=name, points=[(ranks, nbytes / scale.decimal) for ranks, nbytes in points], dash=_DASHES.get(name, ()))
         for name, points in found.items()
@@ -95,39 +79,18 @@ def by_ranks(found: Mapping[str, Sequence[tuple[int, int]]], limit: int | None =
 def saved_and_sent(cases: Sequence[Case]) -> str:
     """Capacity beside throughput: what partitioning saves a rank, and what the rank sends for it in a step."""
     known = [(case.label, case.forecast) for case in cases if case.forecast is not None]
-    bars = [(label, kind, nbytes) for label, one in known for kind, nbytes in (("saved", saved(one)), ("sent", one.sent))]
-    scale = scale_for(max((nbytes for _, _, nbytes in bars), default=0))
-    segments = [
-        part for label, kind, nbytes in bars for part in charts.stack(f"{label}, {kind}", [(kind, nbytes / scale.decimal, _COLOURS[kind])])
+    bars = [
+        Bar(label=f"{label}, {part}", parts={part: nbytes})
+        for label, one in known
+        for part, nbytes in ((_SAVED, saved(one)), (_SENT, one.sent))
     ]
-    said = "; ".join(f"{label} {kind} {both(nbytes)}" for label, kind, nbytes in bars)
-    names = markup.legend({"saved by partitioning": _COLOURS["saved"], "sent per step": _COLOURS["sent"]})
+    scale = scale_for(max((held(one) + saved(one) for _, one in known), default=0))
     rows = [
         (label, *(amount(nbytes / scale.decimal, scale.digits) for nbytes in (held(one), saved(one), one.sent))) for label, one in known
     ]
     heads = ("stage", *(f"{kind}, {scale.decimal_unit}" for kind in ("held", "saved", "sent")))
     table = markup.table(heads, rows, "state held and saved, and bytes sent per step, per rank", numbers=(1, 2, 3))
-    return markup.picture(charts.bars(segments, f"{scale.decimal_unit} per rank"), said, "Bytes, not seconds.", names) + table
-
-
-_COLOURS = {"saved": account_colour("PARAM"), "sent": NEUTRAL}
-
-
-def amounts_beside(rows: Sequence[tuple[str, Mapping[str, int]]], below: str, marks: int | None = None) -> str:
-    """Stacks of plain accounts, one for each name, for instance a forecast and a measurement of the same run."""
-    scale = scale_for(max([sum(held_there.values()) for _, held_there in rows] + [marks or 0]))
-    segments = [
-        part
-        for name, held_there in rows
-        for part in charts.stack(
-            name, ((account, held_there.get(account, 0) / scale.decimal, account_colour(account)) for account in in_order(held_there))
-        )
-    ]
-    drawn_marks = [charts.Mark(row=name, at=marks / scale.decimal) for name, _ in rows] if marks else []
-    found = in_order({account for _, held_there in rows for account, nbytes in held_there.items() if nbytes})
-    said = "; ".join(f"{name}: {both(sum(held_there.values()))}" for name, held_there in rows)
-    names = markup.legend({account: account_colour(account) for account in found})
-    return markup.picture(charts.bars(segments, f"{scale.decimal_unit} per rank", drawn_marks), said, below, names)
+    return draw(bars, "These are bytes, not seconds.", names=_COLOURS) + table
 
 
 def differences(forecast: Mapping[str, int], measured: Mapping[str, int]) -> str:
@@ -140,6 +103,7 @@ def differences(forecast: Mapping[str, int], measured: Mapping[str, int]) -> str
     return markup.table(heads, rows, "forecast beside measurement", numbers=(1, 2, 3, 4), sums=1, colours=True)
 
 
-def _compared(forecast: int, measured: int, unit: float) -> Iterable[str]:
-    yield from (amount(forecast / unit, 3), amount(measured / unit, 3), f"{(forecast - measured) / unit:+,.3f}")
-    yield f"{(forecast - measured) / measured:+.1%}" if measured else ""
+def _compared(forecast: int, measured: int, unit: float) -> tuple[str, str, str, str]:
+    difference = forecast - measured
+    share = f"{difference / measured:+.1%}" if measured else ""
+    return amount(forecast / unit, 3), amount(measured / unit, 3), f"{difference / unit:+,.3f}", share

@@ -9,7 +9,10 @@ again. Here each block runs in ``torch.utils.checkpoint`` or not, on one rank at
 
 import argparse
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import shardbook as sb
 from shardbook.document import RunDocument, write_atomically
-from shardbook.explore.lesson import DECODER, SMALL_RUN
+from shardbook.explore.small import DECODER, NUM_STEPS, Small
 from shardbook.models.decoder import Decoder
 from shardbook.tables.sizes import exact_size, place
+from shardbook.train.recipe import Sourced, build_recipe
 
 
 class Recomputed(nn.Module):
@@ -39,15 +43,23 @@ def train(policy: str) -> RunDocument:
     if policy == "full":
         model.blocks = nn.ModuleList(Recomputed(block) for block in model.blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    tokens = torch.arange(SMALL_RUN.micro_batch * (SMALL_RUN.sequence + 1)).view(SMALL_RUN.micro_batch, -1) % DECODER.vocab
+    small = Small()
+    tokens = torch.arange(small.micro_batch * (small.sequence + 1)).view(small.micro_batch, -1) % DECODER.vocab
     engine = sb.Engine(model, optimizer, sb.ZeroConfig(stage=0))
     with sb.measure(model, optimizer) as run:
-        for _ in range(SMALL_RUN.steps):
+        for _ in range(NUM_STEPS):
             loss_sum, num_tokens = engine(tokens[:, :-1], tokens[:, 1:])
             engine.backward(loss_sum, weight=num_tokens)
             engine.step()
             del loss_sum, num_tokens
-    return run.document()
+    return replace(run.document(), settings=_settings(small, policy))
+
+
+def _settings(small: Small, policy: str) -> Mapping[str, Mapping[str, Any]]:
+    """What the run was set to, as ``shardbook train`` would write it, so that a forecast of it can be made."""
+    values = {"zero.stage": 0, "zero.recompute.policy": policy, "run.ranks": 1, "run.steps": NUM_STEPS}
+    values |= {"batch.micro_batch": small.micro_batch, "batch.sequence": small.sequence}
+    return build_recipe({}, {name: Sourced(value=value, origin="this script") for name, value in values.items()}).dump()
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from shardbook.facts.model import ModelFacts
 from shardbook.forecasting.conventions import PRESETS
 from shardbook.forecasting.question import ENGINES, STAGES
 from shardbook.forecasting.result import Forecast
-from shardbook.report.forecast_figures import Case, held
+from shardbook.report.forecast_figures import Case
 
 RANKS = tuple(2**power for power in range(11))
 """Numbers of ranks of the picture of state against N."""
@@ -179,16 +179,6 @@ def answer(settings: Settings) -> Forecast:
 def stages(settings: Settings) -> Sequence[Case]:
     """The four stages beside each other; one that the engine has not says why."""
     return [_case(f"stage {stage}", replace(settings, stage=stage)) for stage in range(4)]
-
-
-def state_by_ranks(settings: Settings) -> Mapping[str, Sequence[tuple[int, int]]]:
-    """(ranks, bytes of state on each) for every stage that the engine has."""
-    bare = replace(settings, micro_batch=None, sequence=None, device="", **dict.fromkeys(BUDGETS))
-    found: dict[str, Sequence[tuple[int, int]]] = {}
-    for stage in STAGES[settings.engine]:
-        cases = [replace(bare, stage=stage, ranks=ranks) for ranks in RANKS]
-        found[f"stage {stage}"] = [(one.ranks, held(answer(one))) for one in cases]
-    return found
 
 
 def one_line(error: Exception) -> str:

@@ -60,7 +60,8 @@ def draw(bars: Sequence[Bar], words: str, limit: int | None = None, names: Mappi
     said = "; ".join(f"{bar.label}: {both(bar.nbytes)}" for bar in bars)
     return (
         f'<figure class="sb-stacks">{markup.legend(colours)}<div role="img" aria-label="{escape(said)}">{rows}'
-        f'<div class="sb-axis" aria-hidden="true">{ticks}</div></div><figcaption>{axis.unit} per rank. {escape(words)}</figcaption></figure>'
+        f'<div class="sb-axis" aria-hidden="true">{ticks}</div></div>'
+        f"<figcaption>{axis.unit} per rank. {escape(words)}</figcaption></figure>"
     )
 
 
@@ -87,7 +88,9 @@ def axis_for(largest: int) -> Axis:
     (150.0, 4, 'GB')
     """
     largest = max(largest, 1)
-    divisor, unit = next(((size, name) for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if largest >= size), (1.0, "B"))
+    divisor, unit = next(
+        ((size, name) for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if largest >= size), (1.0, "B")
+    )
     rough = largest / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((factor * power for factor in (1, 2, 5) if factor * power >= rough), 10 * power)

@@ -1,6 +1,6 @@
 """The notebook's style sheet: what reports have, in the ink and on the paper of the page around it."""
 
-from shardbook.explore.jobs import Outcome
+from shardbook.explore.runs import Outcome
 from shardbook.report import markup
 
 STYLE = """<style>
@@ -71,9 +71,7 @@ def command(words: str) -> str:
     return markup.text("pre", words, "command")
 
 
-def outcome(found: Outcome | None) -> str:
-    """What a run printed; nothing before it has run."""
-    if found is None:
-        return ""
-    failed = "" if found.ok else line("This did not work:", "bad")
-    return failed + markup.text("pre", found.text)
+def outcome(found: Outcome) -> str:
+    """What a run printed."""
+    how = f"ended well after {found.seconds:.1f} s" if found.ended_well else "this did not work"
+    return command(found.typed) + line(how, "soft" if found.ended_well else "bad") + markup.text("pre", found.text)

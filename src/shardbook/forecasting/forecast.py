@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardbook.accounts import Account
+from shardbook.checks import DTYPE_NBYTES
 from shardbook.config import ZeroConfig
 from shardbook.forecasting import above, bottleneck
 from shardbook.forecasting.choices import Choices
@@ -180,8 +181,9 @@ def _surroundings(question: Question, accounts: Mapping[str, int]) -> above.Surr
 
 def _weights(question: Question, convention: Convention) -> int:
     """Bytes of the parameters alone, in the type they compute in, as people compare them with a device."""
-    width = convention.term(Account.PARAM).nbytes
-    return int(question.facts.num_parameters * (width or convention.term(Account.MASTER).nbytes))
+    told = question.convention is not None or question.knobs is not None
+    width = convention.term(Account.PARAM).nbytes if told else DTYPE_NBYTES[question.config.precision.param]
+    return int(question.facts.num_parameters * width)
 
 
 def _inputs(question: Question) -> Mapping[str, Any]:

@@ -192,13 +192,16 @@ class Graph:
                 continue
             gradient, results[number] = results[number], None
             uses[target] -= 1
-            if gradient is not None:
+            if uses[target] and gradient is not None:
                 sums.setdefault(target, gradient)
-            del gradient
-            if not uses[target] and target in sums:
-                landed = sums.pop(target)
-                landed.memory.entry.account = Account.GRAD_FULL
-                self._landed(target, landed)
+            elif target in sums:
+                del gradient
+                gradient = sums.pop(target)
+                gradient.memory.becomes(Account.GRAD_FULL)
+            elif gradient is not None:
+                gradient.memory.entry.account = Account.GRAD_FULL
+            if not uses[target] and gradient is not None:
+                self._landed(target, gradient)
 
     def _route(self, node: Node, results: "list[Value | None]", ready: list[tuple[int, Node]]) -> None:
         results.reverse()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from shardbook.accounts import Account
+from shardbook.forecasting.above import cublas_workspace
 from shardbook.forecasting.blocks.decoder import Decoder
 from shardbook.forecasting.blocks.setting import Setting
 from shardbook.forecasting.blocks.style import STYLES, compiled
@@ -106,14 +107,22 @@ def _walked(question: Question, state: State, *, steady: bool) -> Tape:
     tape = Tape(granule=512 if question.device is not None else 1)
     engine, weights = engine_for(question, state, tape, steady=steady)
     setting = setting_of(question)
+    tape.take(Account.WORKSPACE, _library_workspaces(question), "workspaces of cuBLAS")
     tape.take(Account.INPUT, setting.rows * NUM_BYTES_OF_A_TOKEN, "inputs and targets")
-    walk = Walk(tape, engine, kernels_for(question))
+    walk = Walk(tape, engine, kernels_for(question, engine))
     model = Decoder(setting, weights, recomputed=_recomputed(question), choose=_choice(question))
     with _no_collection():
         for _ in range(num_micro_batches):
             walk.micro_batch(lambda: model.loss(walk))
         walk.step()
     return tape
+
+
+def _library_workspaces(question: Question) -> int:
+    """Bytes that libraries take from the caching allocator once and keep: part of what is allocated, and of no one step."""
+    if question.device is None:
+        return 0
+    return cublas_workspace(question.device.name, transformer_engine=style_name(question) == "megatron")
 
 
 @contextmanager

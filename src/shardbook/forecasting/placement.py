@@ -77,12 +77,17 @@ def _divided(unit: UnitParameters, tensor: int, expert: int) -> UnitParameters:
 def _part(parameter: ParameterFacts, tensor: int, expert: int) -> ParameterFacts:
     """One device's part; what does not divide evenly is rounded up, as padding is."""
     names = parameter.name
-    routed = ".experts." in names
+    routed = is_routed(names)
     shared = any(part in names for part in _WHOLE) or names.endswith(_CUT_BY_INPUTS)
     divisor = (expert if routed else 1) * (1 if shared else tensor)
     if divisor == 1:
         return parameter
     return ParameterFacts(name=names, shape=(-(-parameter.numel // divisor),), dtype=parameter.dtype, trainable=parameter.trainable)
+
+
+def is_routed(name: str) -> bool:
+    """Whether a parameter is one of experts that tokens are routed to."""
+    return ".experts." in name
 
 
 def _unit_facts(unit: UnitParameters, precision: Precision, main: str) -> UnitFacts:
@@ -97,14 +102,14 @@ def _unit_facts(unit: UnitParameters, precision: Precision, main: str) -> UnitFa
 
 
 def _in_order_of_use(structure: Structure, roles: Sequence[tuple[str, str]]) -> Structure:
-    """Orders as a decoder has them: embedding, blocks, head, which may be the embedding's unit once more; (weight, unit) are given.
+    """Orders as a decoder has them: embeddings, blocks, head, which may be the first's unit once more; (weight, unit) are given.
 
     A unit is reduced when backward comes to its first use. Where a unit is none of these, the order of registration stays.
     """
     unit_of = dict(roles)
     first = unit_of.get("embedding.weight", "root")
     blocks = dict.fromkeys(unit for name, unit in roles if name.startswith("blocks."))
-    used = [unit for unit in (first, *blocks, unit_of.get("head.weight", first)) if unit != "root"]
+    used = [unit for unit in (first, unit_of.get("positions.weight", "root"), *blocks, unit_of.get("head.weight", first)) if unit != "root"]
     numbers = {unit.name: number for number, unit in enumerate(structure.units)}
     if set(used) != set(numbers) - {structure.units[0].name}:
         return structure
@@ -165,4 +170,6 @@ def _by_place(facts: ModelFacts) -> Mapping[str, str] | None:
     mapped = {block.name: unit.name for block, unit in zip(blocks, own, strict=True)}
     root = facts.units[0].name
     first, last = (tables[0], tables[-1]) if tables else (root, root)
-    return {**mapped, "root": root, "embedding": first, "head": last, "positions": root}
+    rows = (architecture.learned_positions, architecture.hidden)
+    positions = next((unit.name for unit in facts.units if unit.name != first and any(each.shape == rows for each in unit.parameters)), root)
+    return {**mapped, "root": root, "embedding": first, "head": last, "positions": positions}

@@ -7,7 +7,7 @@ from shardbook.accounts import Account
 from shardbook.forecasting.closed_form import OPTIMIZERS, Moments, closed_form
 from shardbook.forecasting.conventions import ACCOUNTS, PRESETS, Convention
 from shardbook.forecasting.deepspeed_knobs import Knobs
-from shardbook.forecasting.placement import Placement, place
+from shardbook.forecasting.placement import Placement, divided_facts, is_routed, place
 from shardbook.forecasting.question import Question
 from shardbook.forecasting.result import Holding
 from shardbook.structure import GroupFacts
@@ -36,18 +36,30 @@ def state_of(question: Question) -> State:
     """The persistent accounts."""
     convention = question.convention or convention_of(question)
     facts, config = question.facts, question.config
-    stage, numel, trained = config.stage, facts.num_parameters, facts.num_trainable
-    numel, trained = -(-numel // question.tensor), -(-trained // question.tensor)
+    numel, trained = -(-facts.num_parameters // question.tensor), -(-facts.num_trainable // question.tensor)
     if question.expert > 1 or question.tensor > 1:
         numel, trained = _local_numels(question)
-    holdings = convention.holdings(numel, trained, stage, question.shards)
-    between = sum(one.here for one in convention.holdings(numel, trained, stage, question.shards, between_steps=True))
+    holdings = _holdings(question, convention, (numel, trained))
+    between = sum(one.here for one in _holdings(question, convention, (numel, trained), between_steps=True))
     placement = _placement(question) if facts.units else None
     if question.engine == "shardbook" and question.convention is None and placement is not None:
         exact = closed_form(placement.structure, config, moments_of(question))
         holdings = tuple(replace(one, here=exact[one.account]) for one in holdings)
         between = sum(exact[account] for account in ACCOUNTS if account is not Account.GRAD)
     return _offloaded(question, State(convention=convention, holdings=holdings, between_steps=between, placement=placement))
+
+
+def _holdings(
+    question: Question, convention: Convention, numels: tuple[int, int], *, between_steps: bool = False
+) -> tuple[Holding, ...]:
+    """Of all and of trained elements. Experts that are shared out lie on so many times fewer data-parallel devices than the rest does."""
+    stage, shards = question.config.stage, question.shards
+    experts = _expert_numels(question) if question.expert > 1 else (0, 0)
+    rest = convention.holdings(numels[0] - experts[0], numels[1] - experts[1], stage, shards, between_steps=between_steps)
+    if not experts[0]:
+        return rest
+    routed = convention.holdings(*experts, stage, shards // question.expert, between_steps=between_steps)
+    return tuple(replace(one, total=one.total + more.total, here=one.here + more.here) for one, more in zip(rest, routed, strict=True))
 
 
 def convention_of(question: Question) -> Convention:
@@ -98,6 +110,13 @@ def _local_numels(question: Question) -> tuple[int, int]:
         return -(-question.facts.num_parameters // question.tensor), -(-question.facts.num_trainable // question.tensor)
     flats = [flat for unit in _placement(question).structure.units for flat in unit.flats]
     return sum(sum(flat.numels) for flat in flats), sum(sum(flat.numels) for flat in flats if flat.trainable)
+
+
+def _expert_numels(question: Question) -> tuple[int, int]:
+    """The same of routed experts alone."""
+    held = divided_facts(question.facts, question.tensor, question.expert)
+    routed = [parameter for parameter in held.parameters() if is_routed(parameter.name)]
+    return sum(each.numel for each in routed), sum(each.numel for each in routed if each.trainable)
 
 
 def _offloaded(question: Question, state: State) -> State:

@@ -57,15 +57,15 @@ class Tape:
 
         What was taken before the first place is held, and no place of its own.
         """
-        instants = {index: place for place, index in self._highest() if self._places[place][1]}
-        found: list[PhasePeak] = []
+        instants: dict[int, list[int]] = {}  # several places share one where nothing more is taken
+        for place, index in self._highest():
+            if self._places[place][1]:
+                instants.setdefault(index, []).append(place)
         live: dict[Account, int] = {}
-        if -1 in instants:
-            found.append(self._peak(instants[-1], live))
+        found = [self._peak(place, live) for place in instants.get(-1, ())]
         for index, (entry, change) in enumerate(self._log):
             live[entry.account] = live.get(entry.account, 0) + change
-            if index in instants:
-                found.append(self._peak(instants[index], live))
+            found += [self._peak(place, live) for place in instants.get(index, ())]
         return found
 
     def pools(self) -> Mapping[str, int]:
@@ -121,6 +121,11 @@ class Memory:
 
     def __init__(self, tape: Tape, account: Account, nbytes: int, label: str) -> None:
         self._tape, self.entry = tape, tape.take(account, nbytes, label)
+
+    def becomes(self, account: Account) -> None:
+        """From now on it is for something else. (Setting the entry's account says so of all its life.)"""
+        self._tape.give(self.entry)
+        self.entry = self._tape.take(account, self.entry.nbytes, self.entry.label)
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # the walk itself is being torn down

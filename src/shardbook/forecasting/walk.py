@@ -11,6 +11,9 @@ from shardbook.forecasting.graph import Value, Weight
 from shardbook.forecasting.kernels import Kernels
 from shardbook.forecasting.tape import Tape
 
+MakeKernels = Callable[[Tape, Callable[[Weight, Value], None]], Kernels]
+"""Operators on a tape, and whom they tell of finished gradients."""
+
 
 class Residence(Protocol):
     """What an engine keeps, gathers and frees while a step goes on. Units go by their names."""
@@ -27,9 +30,9 @@ class Residence(Protocol):
 class Walk:
     """See the file's header."""
 
-    def __init__(self, tape: Tape, engine: Residence, kernels: type[Kernels] = Kernels) -> None:
+    def __init__(self, tape: Tape, engine: Residence, make: MakeKernels = Kernels) -> None:
         self.tape, self._engine = tape, engine
-        self.ops = kernels(tape, engine.land)
+        self.ops = make(tape, engine.land)
         self._inside = False
         self.held: list[Value] = []  # by whoever calls the model, to the end of the micro-batch
 

@@ -22,7 +22,7 @@ WIDE, NARROW = 880, 340
 """Pixels of a picture on a wide and on a narrow page."""
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-INK, _PAPER = "currentColor", "var(--paper)"
+_INK, _PAPER = "currentColor", "var(--paper)"
 _INSTANTS = 400
 _ROW_PIXELS = 26
 _TEXT_PIXELS = 26
@@ -56,7 +56,7 @@ class Mark:
     at: float
 
 
-def unchecked(draw: Callable[[int], str]) -> Callable[[int], str]:
+def _unchecked(draw: Callable[[int], str]) -> Callable[[int], str]:
     """Without the checks of every row against the schema, which take most of the time: none of it depends on what a document says."""
 
     def quick(width: int) -> str:
@@ -81,19 +81,19 @@ def bars(segments: Sequence[Segment], axis: str, marks: Sequence[Mark] = ()) -> 
     """Horizontal bars, in the order in which their rows come first; ``axis`` names what is measured, and its unit."""
     rows = list(dict.fromkeys(segment.row for segment in segments))
 
-    @unchecked
+    @_unchecked
     def draw(width: int) -> str:
         label = alt.Axis(title=None, labelLimit=int(width * 0.42), ticks=False, domain=False, grid=False)
         y = alt.Y("row:N", sort=rows, axis=label, scale=alt.Scale(paddingInner=0.3, paddingOuter=0.2))
         layer = [
-            alt.Chart(data(vars(segment) for segment in segments))
-            .mark_bar(stroke=INK, strokeWidth=0.5, strokeOpacity=0.7)
+            alt.Chart(_data(vars(segment) for segment in segments))
+            .mark_bar(stroke=_INK, strokeWidth=0.5, strokeOpacity=0.7)
             .encode(y=y, x=_amount("begin:Q", axis, width), x2="end:Q", color=_colour())
         ]
         if marks:
-            ticks = alt.Chart(data(vars(mark) for mark in marks)).mark_tick(color=INK, thickness=3, size=_ROW_PIXELS)
+            ticks = alt.Chart(_data(vars(mark) for mark in marks)).mark_tick(color=_INK, thickness=3, size=_ROW_PIXELS)
             layer.append(ticks.encode(y=y, x="at:Q"))
-        return svg(alt.layer(*layer), width, _ROW_PIXELS * len(rows) + 10)
+        return _svg(alt.layer(*layer), width, _ROW_PIXELS * len(rows) + 10)
 
     return draw
 
@@ -104,21 +104,21 @@ def over_a_step(curve: Curve, scale: float, unit: str) -> Callable[[int], str]:
     top = max(curve.allocated, default=0) / scale or 1.0
     begin, end = (curve.seconds[0], curve.seconds[-1]) if curve.seconds else (0.0, 1.0)
 
-    @unchecked
+    @_unchecked
     def draw(width: int) -> str:
         x = alt.X("ms:Q", title="milliseconds from the step's begin", scale=alt.Scale(domain=[begin * 1e3, end * 1e3], nice=False))
         heights = alt.Scale(domain=[0, top * 1.2], nice=False)
         y = alt.Y("low:Q", title=unit, scale=heights, axis=alt.Axis(values=_ticks(top)))
-        area = alt.Chart(data(_stack_rows(curve, kept, scale))).mark_area(interpolate="step-after", stroke=INK, strokeWidth=0.3)
-        line = alt.Chart(data({"ms": curve.seconds[at] * 1e3, "low": curve.allocated[at] / scale} for at in kept))
+        area = alt.Chart(_data(_stack_rows(curve, kept, scale))).mark_area(interpolate="step-after", stroke=_INK, strokeWidth=0.3)
+        line = alt.Chart(_data({"ms": curve.seconds[at] * 1e3, "low": curve.allocated[at] / scale} for at in kept))
         layer = [
             area.encode(x=x, y=y, y2="high:Q", color=_colour(), detail="account:N"),
-            line.mark_line(interpolate="step-after", color=INK, strokeWidth=1.6 if width == WIDE else 1.0).encode(x=x, y=y),
+            line.mark_line(interpolate="step-after", color=_INK, strokeWidth=1.6 if width == WIDE else 1.0).encode(x=x, y=y),
         ]
         pixels = (width - 70) / ((end - begin) or 1.0)
         for stretches, low, high in ((phases(curve), 1.12, 1.19), (units(curve), 1.04, 1.11)):
             layer += _strip(stretches, (low * top, high * top), pixels, (x, y))
-        return svg(alt.layer(*layer), width, 330 if width == WIDE else 280)
+        return _svg(alt.layer(*layer), width, 330 if width == WIDE else 280)
 
     return draw
 
@@ -129,26 +129,26 @@ def by_step(steps: Sequence[StepMemory], scale: float, unit: str) -> Callable[[i
     peaks = {number: [step.peak_allocated / scale for step in steps if step.step == number] for number in numbers}
     rows = [{"step": n, "high": max(peaks[n]), "low": min(peaks[n]), "solid": 1.0 if n == numbers[0] else 0.55} for n in numbers]
 
-    @unchecked
+    @_unchecked
     def draw(width: int) -> str:
-        chart = alt.Chart(data(rows))
+        chart = alt.Chart(_data(rows))
         x = alt.X("step:O", title="step", axis=alt.Axis(labelAngle=0, labelOverlap=True))
         wide_bar = min(48.0, (width - 80) / max(1, len(rows)) * 0.7)
-        bar = chart.mark_bar(color=NEUTRAL, size=wide_bar, stroke=INK, strokeWidth=0.5)
+        bar = chart.mark_bar(color=NEUTRAL, size=wide_bar, stroke=_INK, strokeWidth=0.5)
         opacity = alt.Opacity("solid:Q", scale=None, legend=None)
-        tick = chart.mark_tick(color=INK, thickness=2, size=wide_bar)
+        tick = chart.mark_tick(color=_INK, thickness=2, size=wide_bar)
         layer = [bar.encode(x=x, y=alt.Y("high:Q", title=unit), opacity=opacity), tick.encode(x=x, y="low:Q")]
-        return svg(alt.layer(*layer), width, 180)
+        return _svg(alt.layer(*layer), width, 180)
 
     return draw
 
 
 def lines(found: Sequence[Line], axes: tuple[str, str], level: float | None = None) -> Callable[[int], str]:
     """Lines over two logarithmic axes, whose names are ``axes``; ``level`` is a horizontal line across all of them."""
-    rows = [{"name": line.name, "x": x, "y": y} for line in found for x, y in line.points]
+    rows: list[dict[str, Any]] = [{"name": line.name, "x": x, "y": y} for line in found for x, y in line.points]
     names = [{"name": line.name, "x": x, "y": y} for line in found for x, y in line.points[len(line.points) * 2 // 3 :][:1]]
     dashes = alt.Scale(domain=[line.name for line in found], range=[list(line.dash) or [1, 0] for line in found])
-    ticks = sorted({row["x"] for row in rows})
+    ticks = sorted({x for line in found for x, _ in line.points})
     powers = [10.0**power for power in range(-6, 9)]
 
     @_unchecked
@@ -158,7 +158,10 @@ def lines(found: Sequence[Line], axes: tuple[str, str], level: float | None = No
         y = alt.Y("y:Q", title=axes[1], scale=alt.Scale(type="log"), axis=alt.Axis(values=powers, format="~g"))
         line = alt.Chart(_data(rows)).mark_line(color=_INK, strokeWidth=2, point=alt.OverlayMarkDef(color=_INK, size=22))
         name = alt.Chart(_data(names)).mark_text(color=_INK, fontSize=12, align="left", baseline="bottom", dy=-4)
-        layer = [line.encode(x=x, y=y, strokeDash=alt.StrokeDash("name:N", scale=dashes, legend=None)), name.encode(x=x, y=y, text="name:N")]
+        layer = [
+            line.encode(x=x, y=y, strokeDash=alt.StrokeDash("name:N", scale=dashes, legend=None)),
+            name.encode(x=x, y=y, text="name:N"),
+        ]
         if level is not None:
             layer.append(alt.Chart(_data([{"y": level}])).mark_rule(color=_INK, strokeWidth=3).encode(y=y))
         return _svg(alt.layer(*layer), width, 260)
@@ -201,8 +204,8 @@ def _strip(stretches: Sequence[Stretch], heights: tuple[float, float], pixels: f
     if not boxes:
         return []
     x, y = axes
-    rect = alt.Chart(data(boxes)).mark_rect(color=NEUTRAL)
-    text = alt.Chart(data(names)).mark_text(color=INK, fontSize=11, baseline="middle")
+    rect = alt.Chart(_data(boxes)).mark_rect(color=NEUTRAL)
+    text = alt.Chart(_data(names)).mark_text(color=_INK, fontSize=11, baseline="middle")
     return [
         rect.encode(x=x, x2="until:Q", y=y, y2="high:Q", opacity=alt.Opacity("solid:Q", scale=None, legend=None)),
         text.encode(x=x, y=y, text="name:N"),
@@ -230,11 +233,11 @@ def _colour() -> alt.Color:
     return alt.Color("colour:N", scale=None, legend=None)
 
 
-def data(rows: Iterable[Mapping[str, Any]]) -> alt.Data:
+def _data(rows: Iterable[Mapping[str, Any]]) -> alt.Data:
     return alt.Data(values=[dict(row) for row in rows])
 
 
-def svg(chart: alt.LayerChart | alt.FacetChart, width: int, height: int) -> str:
+def _svg(chart: alt.LayerChart | alt.FacetChart, width: int, height: int) -> str:
     """The picture's source: no size of its own but a shape, and no identifiers that another picture on the page has too."""
     fit = alt.AutoSizeParams(type="fit-x", contains="padding")
     done = (
@@ -242,11 +245,11 @@ def svg(chart: alt.LayerChart | alt.FacetChart, width: int, height: int) -> str:
         .configure(aria=False, font=_FONT, padding=2)
         .configure_view(stroke=None)
         .configure_axis(
-            labelColor=INK,
-            titleColor=INK,
-            tickColor=INK,
-            domainColor=INK,
-            gridColor=INK,
+            labelColor=_INK,
+            titleColor=_INK,
+            tickColor=_INK,
+            domainColor=_INK,
+            gridColor=_INK,
             gridOpacity=0.16,
             domainOpacity=0.5,
             tickOpacity=0.5,

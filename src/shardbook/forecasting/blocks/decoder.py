@@ -64,7 +64,8 @@ class Decoder:
         if setting.style.positions == "slice":
             return ops.add_row(x, table, rows_numel=table.numel)
         columns = self._facts.hidden
-        row = ops.embedding(table, setting.sequence, columns, numbers=ops.new(setting.sequence, 8, "numbers of positions"))
+        numbers = ops.new(setting.sequence, 8, "numbers of positions")
+        row = walk.unit(table.unit, lambda _: ops.embedding(table, setting.sequence, columns, numbers))
         return ops.add(x, row) if setting.micro_batch == 1 else ops.add_row(x, row, rows_numel=row.numel)
 
     def _block(self, walk: Walk, x: Value, name: str, tables: Sequence[Value], *, recomputed: bool) -> Value:

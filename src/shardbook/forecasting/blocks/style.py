@@ -21,8 +21,8 @@ class Style:
         positions: learned ones are a ``"slice"`` of their table, or ``"looked-up"``, which keeps their numbers.
         softmax: of eager attention: ``"fp32"`` by operators, or ``"own"``: one kernel in the type of the queries.
         logits: ``"fp32"`` a copy in fp32 goes into the loss; ``"own"`` the loss takes the logits as they are.
-        loss: ``"torch"`` log-probabilities and their gradients; ``"kernel"`` one fp32 matrix that becomes its own gradient; ``"own-kernel"``
-            keeps the logits as they are, and makes a gradient of their type.
+        loss: ``"torch"`` log-probabilities and their gradients; ``"kernel"`` one fp32 matrix that becomes its own gradient;
+            ``"own-kernel"`` keeps the logits as they are, and makes a gradient of their type.
         holds_logits: whoever calls the model still has its logits in backward.
         source: where this was read.
     """

@@ -6,6 +6,7 @@ from shardbook.accounts import Account
 from shardbook.forecasting.autocast import Autocast
 from shardbook.forecasting.engines.ddp import Ddp, Replica
 from shardbook.forecasting.engines.deepspeed import DeepSpeed, Setup
+from shardbook.forecasting.engines.deepspeed3 import DeepSpeed3
 from shardbook.forecasting.engines.fsdp2 import Fsdp2, Sharding
 from shardbook.forecasting.engines.megatron import Megatron
 from shardbook.forecasting.engines.optimizers import kernel_of
@@ -16,7 +17,7 @@ from shardbook.forecasting.placement import Placement, divided_facts, merged, nu
 from shardbook.forecasting.question import Question
 from shardbook.forecasting.state import State, knobs_of, moments_of
 from shardbook.forecasting.tape import Tape
-from shardbook.forecasting.walk import Residence
+from shardbook.forecasting.walk import MakeKernels, Residence
 
 
 def engine_for(question: Question, state: State, tape: Tape, *, steady: bool) -> tuple[Residence, Mapping[str, Weight]]:
@@ -59,8 +60,10 @@ def _width(question: Question) -> int:
     return {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}[question.config.precision.master_dtype]
 
 
-def kernels_for(question: Question) -> type[Kernels]:
-    """What the operators are: DDP computes in 16 bits from fp32 parameters under torch.autocast."""
+def kernels_for(question: Question, engine: Residence) -> MakeKernels:
+    """What makes the operators: DDP computes in 16 bits under torch.autocast, DeepSpeed's stage 3 fetches what each of them uses."""
+    if isinstance(engine, DeepSpeed3):
+        return engine.kernels
     return Autocast if _autocasts(question) else Kernels
 
 
@@ -104,7 +107,16 @@ def _deepspeed(
         accumulate=question.config.accumulate,
         on_cuda=question.device is not None,
     )
+    if knobs.stage == 3:
+        return DeepSpeed3(tape, setup, recomputed=_recomputed(question), steady=steady), weights
     return DeepSpeed(tape, setup, steady=steady), weights
+
+
+def _recomputed(question: Question) -> frozenset[str]:
+    recompute, facts = question.config.recompute, question.facts.architecture
+    if recompute.policy == "none" or facts is None:
+        return frozenset()
+    return frozenset(f"blocks.{index}" for index in range(0, facts.layers, recompute.every))
 
 
 def _registered(weight: Weight) -> int:

@@ -187,15 +187,17 @@ class Shardbook:
         form = unit.trained[0]
         shares = self._config.stage <= 1 and form.grad_nbytes == form.wire_nbytes
         again = unit.reduced is not None
-        if not shares and not again:
+        if shares:  # the same bytes, from now on for another purpose
+            self._tape.give(unit.unreduced)
+            unit.reduced = self._tape.take(Account.GRAD, unit.unreduced.nbytes, f"reduced gradients of {unit.name}")
+        elif not again:
             numels = [form.full_numel if self._config.stage <= 1 else form.shard_numel for form in unit.trained]
             nbytes = sum(numel * form.grad_nbytes for numel, form in zip(numels, unit.trained, strict=True))
             unit.reduced = self._tape.take(Account.GRAD, nbytes, f"reduced gradients of {unit.name}")
         self._scratch_of_adding(unit, again=again, shares=shares)
         self._tape.give(unit.received)
-        self._tape.give(unit.unreduced)
-        if shares:  # the same bytes, from now on for another purpose
-            unit.reduced = self._tape.take(Account.GRAD, unit.unreduced.nbytes, f"reduced gradients of {unit.name}")
+        if not shares:
+            self._tape.give(unit.unreduced)
         unit.unreduced = unit.received = None
 
     def _scratch_of_adding(self, unit: _Unit, *, again: bool, shares: bool) -> None:

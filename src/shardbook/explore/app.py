@@ -9,6 +9,7 @@ What it computes is in the modules beside it, which know nothing of marimo.
 
 import marimo
 
+__generated_with = "0.25.2"
 app = marimo.App(width="medium", app_title="shardbook: where the bytes are")
 
 
@@ -16,13 +17,12 @@ app = marimo.App(width="medium", app_title="shardbook: where the bytes are")
 def _():
     import marimo as mo
 
-    from shardbook.errors import ConfigError
-    from shardbook.explore import jobs as runs
-    from shardbook.explore import measured, pictures, settings, stacks, style
+    from shardbook import errors
+    from shardbook.explore import cases, knobs, measured, pictures, runs, settings, small, stacks, style
     from shardbook.explore import words as lesson
     from shardbook.facts import hardware
 
-    return ConfigError, hardware, lesson, measured, mo, pictures, runs, settings, stacks, style
+    return errors, cases, hardware, knobs, lesson, measured, mo, pictures, runs, settings, small, stacks, style
 
 
 @app.cell
@@ -51,18 +51,14 @@ def _(hardware, mo, settings):
     recompute = mo.ui.dropdown(options=list(settings.RECOMPUTE), value=usual.recompute, label="recomputation")
     device = mo.ui.dropdown(options=["none", *hardware.names()], value=usual.device, label="device")
     convention = mo.ui.dropdown(options=["the engine's own", *settings.conventions()], value="the engine's own", label="convention")
-    terms = {
-        name: mo.ui.number(start=0, stop=64, step=0.5, value=None, label=words)
-        for name, words in zip(settings.TERMS, ("parameters", "gradients", "master", "moments"), strict=True)
-    }
-    budgets = {name: mo.ui.number(start=0, stop=1e6, step=1, value=None, label=f"{name}, GiB") for name in settings.BUDGETS}
-    knob = mo.ui.dictionary(terms)
-    budget = mo.ui.dictionary(budgets)
-    return budget, convention, count, device, engine, knob, micro_batch, model, precision, ranks, recompute, sequence, stage
+    _names = zip(settings.TERMS, ("parameters", "gradients", "master", "moments"), strict=True)
+    term = mo.ui.dictionary({name: mo.ui.text(label=words, placeholder="the convention's") for name, words in _names})
+    budget = mo.ui.dictionary({name: mo.ui.text(label=name, placeholder="20GiB") for name in settings.BUDGETS})
+    return budget, convention, count, device, engine, micro_batch, model, precision, ranks, recompute, sequence, stage, term
 
 
 @app.cell
-def _(budget, convention, count, device, engine, knob, lesson, micro_batch, mo, model, precision, ranks, recompute, sequence, stage):
+def _(budget, convention, count, device, engine, lesson, micro_batch, mo, model, precision, ranks, recompute, sequence, stage, term):
     def _row(*controls):
         return mo.hstack(controls, justify="start", align="center", gap=1.4, wrap=True)
 
@@ -72,7 +68,7 @@ def _(budget, convention, count, device, engine, knob, lesson, micro_batch, mo, 
             _row(ranks, stage, engine, precision),
             _row(sequence, micro_batch, recompute, device),
             mo.md(lesson.CONVENTION),
-            _row(convention, *knob.elements.values()),
+            _row(convention, *term.elements.values()),
             mo.md(lesson.BUDGETS),
             _row(*budget.elements.values()),
         ],
@@ -82,34 +78,31 @@ def _(budget, convention, count, device, engine, knob, lesson, micro_batch, mo, 
 
 
 @app.cell
-def _(budget, convention, count, device, engine, knob, micro_batch, model, precision, ranks, recompute, sequence, settings, stage):
-    wanted = settings.Settings(
-        model=count.value.strip() or model.value,
-        ranks=ranks.value,
-        stage=int(stage.value),
-        engine=engine.value,
-        precision=precision.value,
-        convention="" if convention.value == "the engine's own" else convention.value,
-        micro_batch=micro_batch.value or None,
-        sequence=sequence.value if micro_batch.value else None,
-        recompute=recompute.value,
-        device="" if device.value == "none" else device.value,
-        **knob.value,
-        **budget.value,
-    )
-    return (wanted,)
-
-
-@app.cell
-def _(ConfigError, mo, settings, style, wanted):
+def _(
+    errors, budget, convention, count, device, engine, knobs, micro_batch, mo, model, precision, ranks, recompute, sequence, settings,
+    stage, style, term,
+):  # fmt: skip
+    setting, told = None, None
     try:
-        setting, _moved = settings.settled(wanted)
+        _wanted = settings.Settings(
+            model=count.value.strip() or model.value,
+            ranks=ranks.value,
+            stage=int(stage.value),
+            engine=engine.value,
+            precision=precision.value,
+            convention="" if convention.value == "the engine's own" else convention.value,
+            micro_batch=micro_batch.value or None,
+            sequence=sequence.value if micro_batch.value else None,
+            recompute=recompute.value,
+            device="" if device.value == "none" else device.value,
+            **knobs.terms(term.value),
+            **knobs.budgets(budget.value),
+        )
+        setting, _said = settings.settled(_wanted)
         told = settings.answer(setting)
-    except ConfigError as _error:
-        setting, told = None, None
-        mo.output.replace(mo.Html(style.page(style.line(settings.one_line(_error), "bad"))))
-    else:
-        mo.output.replace(mo.Html(style.page(*(style.line(_words, "bad") for _words in _moved))))
+    except errors.ConfigError as _error:
+        _said = (settings.one_line(_error),)
+    mo.Html(style.page('<div id="said" role="status">', *(style.line(_words, "bad") for _words in _said), "</div>"))
     return setting, told
 
 
@@ -138,13 +131,13 @@ def _(mo, pictures, style, told):
 
 
 @app.cell
-def _(convention, lesson, mo, model, stacks, style, told):
+def _(convention, lesson, mo, model, style, told):
     mo.stop(told is None)
     mo.vstack(
         [
             mo.md(lesson.WEIGHTS),
             mo.hstack([model, convention], justify="start", gap=1.4, wrap=True),
-            mo.Html(style.page(f'<div id="weights">{lesson.weights_and_state(told, stacks.draw)}</div>')),
+            mo.Html(style.page(f'<div id="weights">{lesson.weights_and_state(told)}</div>')),
         ]
     )
     return
@@ -153,33 +146,38 @@ def _(convention, lesson, mo, model, stacks, style, told):
 @app.cell
 def _(mo):
     outcomes = {}
-    get_path, set_path = mo.state(mo.cli_args().get("run") or "")
+    get_run, set_run = mo.state(None)
     run_weights = mo.ui.run_button(label="run: one rank, real")
     run_stage = mo.ui.run_button(label="run: two ranks under this stage, real")
-    run_plain = mo.ui.run_button(label="run: without recomputation")
-    run_recomputed = mo.ui.run_button(label="run: with recomputation")
-    run_traffic = mo.ui.run_button(label="run: stages 1 and 3, compared")
-    run_divide = mo.ui.run_button(label="run: 1, 2 and 8 ranks")
-    return get_path, outcomes, run_divide, run_plain, run_recomputed, run_stage, run_traffic, run_weights, set_path
+    run_recompute = mo.ui.run_button(label="run: without and with recomputation, real")
+    run_traffic = mo.ui.run_button(label="run: stages 1 and 3, real")
+    run_divide = mo.ui.run_button(label="run: 1, 2 and 8 ranks, real")
+    return get_run, outcomes, run_divide, run_recompute, run_stage, run_traffic, run_weights, set_run
 
 
 @app.cell
-def _(mo, outcomes, runs, set_path, style):
-    def live(button, name, job):
-        """The button, the command, and what the command last printed."""
+def _(errors, lesson, mo, outcomes, runs, set_run, settings, style, told):
+    def live(button, name, *commands):
+        """The button, and what its commands last printed. ``commands`` are made when it is pressed, as each makes a folder."""
         if button.value:
-            with mo.status.spinner(title="running on this machine; knobs wait until it is done"):
-                outcomes[name] = runs.run(job)
-            if outcomes[name].document is not None:
-                set_path(str(outcomes[name].document))
-        return mo.vstack([button, mo.Html(style.page(style.command(job.typed()), style.outcome(outcomes.get(name))))])
+            with mo.status.spinner(title="running on this machine; the knobs wait until it is done"):
+                try:
+                    outcomes[name] = [runs.perform(make()) for make in commands]
+                except errors.ConfigError as error:
+                    outcomes[name] = [runs.Outcome(typed="", text=settings.one_line(error), ended_well=False, seconds=0.0)]
+            for one in outcomes[name]:
+                if one.document is not None:
+                    set_run(one.document)
+        found = outcomes.get(name, [])
+        shown = [part for one in found for part in (style.outcome(one), lesson.laid_over(one.document, told))]
+        return mo.vstack([button, mo.Html(style.page(f'<div id="run-{name}">', *shown, "</div>"))])
 
     return (live,)
 
 
 @app.cell
-def _(live, run_weights, runs):
-    live(run_weights, "weights", runs.training(0, ranks=1))
+def _(live, run_weights, runs, small):
+    live(run_weights, "weights", lambda: runs.train(small.Small(ranks=1, stage=0)))
     return
 
 
@@ -202,74 +200,65 @@ def _(lesson, mo, pictures, ranks, setting, settings, stacks, stage, style, told
 
 
 @app.cell
-def _(mo, pictures, setting, settings, style, told):
+def _(cases, lesson, mo, setting, style, told):
     mo.stop(told is None)
     mo.vstack(
         [
             mo.md("#### State against the number of ranks"),
-            mo.Html(
-                style.page(
-                    f'<div id="by-ranks">{pictures.by_ranks(settings.state_by_ranks(setting), told.inputs.get("device_memory"))}</div>'
-                )
-            ),
+            mo.Html(style.page(f'<div id="by-ranks">{lesson.state_picture(cases.bare(setting), told.inputs.get("device_memory"))}</div>')),
         ]
     )
     return
 
 
 @app.cell
-def _(live, run_stage, runs, setting):
-    live(run_stage, "stage", runs.training(setting.stage if setting else 3))
+def _(live, run_stage, runs, setting, small):
+    live(run_stage, "stage", lambda: runs.train(small.Small(stage=setting.stage if setting else 3)))
     return
 
 
 @app.cell
-def _(lesson, micro_batch, mo, recompute, sequence, setting, settings, stacks, style, told):
+def _(cases, lesson, micro_batch, mo, recompute, sequence, setting, stacks, style, told):
     mo.stop(told is None)
     mo.vstack(
         [
             mo.md(lesson.CHECKPOINTING),
             mo.hstack([recompute, micro_batch, sequence], justify="start", gap=1.4, wrap=True),
-            mo.Html(style.page(f'<div id="recompute">{stacks.of_cases(settings.recomputations(setting))}</div>')),
+            mo.Html(style.page(f'<div id="recompute">{stacks.of_cases(cases.recomputations(setting))}</div>')),
         ]
     )
     return
 
 
 @app.cell
-def _(live, mo, run_plain, run_recomputed, runs):
-    mo.vstack(
-        [
-            live(run_plain, "plain", runs.checkpointing(recompute=False)),
-            live(run_recomputed, "recomputed", runs.checkpointing(recompute=True)),
-        ]
-    )
+def _(live, run_recompute, runs):
+    live(run_recompute, "recompute", lambda: runs.recomputing("none"), lambda: runs.recomputing("full"))
     return
 
 
 @app.cell
-def _(engine, lesson, mo, pictures, ranks, setting, settings, style, told):
+def _(cases, engine, lesson, mo, pictures, ranks, setting, style, told):
     mo.stop(told is None)
     mo.vstack(
         [
             mo.md(lesson.THROUGHPUT),
             mo.hstack([ranks, engine], justify="start", gap=1.4, wrap=True),
-            mo.Html(style.page(f'<div id="traffic">{pictures.saved_and_sent(settings.persistent_stages(setting))}</div>')),
+            mo.Html(style.page(f'<div id="traffic">{pictures.saved_and_sent(cases.persistent_stages(setting))}</div>')),
         ]
     )
     return
 
 
 @app.cell
-def _(live, run_traffic, runs):
-    live(run_traffic, "traffic", runs.traffic())
+def _(live, run_traffic, runs, small):
+    live(run_traffic, "traffic", lambda: runs.train(small.Small(stage=1)), lambda: runs.train(small.Small(stage=3)))
     return
 
 
 @app.cell
-def _(lesson, micro_batch, mo, setting, settings, stacks, style, told):
+def _(cases, lesson, micro_batch, mo, setting, stacks, style, told):
     mo.stop(told is None)
-    _cases = settings.one_and_eight(setting)
+    _cases = cases.one_and_eight(setting)
     mo.vstack(
         [
             mo.md(lesson.DIVIDE),
@@ -282,26 +271,24 @@ def _(lesson, micro_batch, mo, setting, settings, stacks, style, told):
 
 @app.cell
 def _(live, run_divide, runs):
-    live(run_divide, "divide", runs.divide())
+    live(run_divide, "divide", runs.does_the_peak_divide)
     return
 
 
 @app.cell
-def _(get_path, lesson, mo):
-    path = mo.ui.text(value=get_path(), label="run.json", placeholder="runs/train/run.json", full_width=True)
+def _(lesson, mo):
+    path = mo.ui.text(value=mo.cli_args().get("run") or "", label="run.json", placeholder="runs/train/run.json", full_width=True)
     mo.vstack([mo.md(lesson.MEASURED), path])
     return (path,)
 
 
 @app.cell
-def _(ConfigError, measured, mo, path, pictures, settings, stacks, style, told):
-    mo.stop(not path.value.strip())
+def _(errors, get_run, knobs, lesson, measured, mo, path, settings, style, told):
     try:
-        _run = measured.read(path.value.strip())
-    except ConfigError as _error:
+        _run = measured.read(knobs.as_path(path.value)) if path.value.strip() else get_run()
+        _parts = lesson.compared(_run, told) if _run is not None else [style.line(lesson.NO_RUN, "soft")]
+    except errors.ConfigError as _error:
         _parts = [style.line(settings.one_line(_error), "bad")]
-    else:
-        _parts = measured.laid_over(_run, told, stacks.draw, pictures.differences)
     mo.Html(style.page('<div id="measured">', *_parts, "</div>"))
     return
 

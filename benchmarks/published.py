@@ -17,7 +17,9 @@ from statistics import median
 import shardbook as sb
 from benchmarks import published_rows
 from benchmarks.evidence_engine import Section, prose
+from benchmarks.published_mpt import mpt
 from benchmarks.published_rows import Asked, NotModelledError, Row
+from shardbook.errors import ConfigError
 from shardbook.facts.hardware import device
 from shardbook.forecasting.result import Forecast, Verdict
 
@@ -84,7 +86,7 @@ def _compared(row: Row) -> Compared:
         forecast = _of_counter(told, counter)
     except NotModelledError as reason:
         return Compared(row=row, measured_gib=measured, reason=str(reason))
-    except sb.ConfigError as error:
+    except ConfigError as error:
         return Compared(row=row, measured_gib=measured, reason=f"refused: {error}")
     return Compared(row=row, measured_gib=measured, counter=counter, forecast_gib=forecast / GIB, phase=told.peak_phase)
 
@@ -102,7 +104,7 @@ def _of_counter(told: Forecast, counter: str) -> float:
 def verdicts(rows: Iterable[Row], *, feasible: bool) -> list[Ran]:
     """What forecasts say of runs: those of a table of runs that fitted, or the ``oom`` rows of one of measurements."""
     if feasible:
-        return [_ran(row, published_rows.mpt) for row in rows]
+        return [_ran(row, mpt) for row in rows]
     return [_ran(row, published_rows.asked) for row in rows if row["kind"] == "oom"]
 
 
@@ -114,7 +116,7 @@ def _ran(row: Row, question: published_rows.Question) -> Ran:
         told = sb.forecast(**asked.call())
     except NotModelledError as reason:
         return Ran(row=row, verdict=None, reason=str(reason))
-    except sb.ConfigError as error:
+    except ConfigError as error:
         return Ran(row=row, verdict=None, reason=f"refused: {error}")
     low, high = told.needed
     return Ran(row=row, verdict=told.fits(device(asked.device).memory), needed_gib=(low / GIB, high / GIB), reason=_batch(asked))
@@ -250,7 +252,7 @@ def _promise_verdicts(found: Section, runs: Sequence[Ran], what: str, *, wrong: 
     found.text += [f"Runs that {what}:", "", *_told(runs, wrong=wrong), ""]
     said = Counter(each.verdict for each in runs)
     modelled = sum(each.verdict is not None for each in runs)
-    found.promise(f"{said[wrong]} of {modelled} modelled runs that {what} are said to be one that {wrong}", holds=said[wrong] == 0)
+    found.promise(f'{modelled} modelled runs that {what}: {said[wrong]} forecast as "{wrong}"', holds=said[wrong] == 0)
     if wrong == "does not fit":
         close = said["too close to call"]
         found.promise(

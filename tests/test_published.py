@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import shardbook as sb
 from benchmarks import published, published_rows
 from benchmarks.published_rows import NotModelledError, Row
 
@@ -143,6 +144,16 @@ def test_the_rank_of_adapters_follows_from_what_was_trained() -> None:
 )
 def test_what_is_not_modelled_is_said(base: dict[str, str], cells: dict[str, Any], words: str) -> None:
     assert words in reason(base, **cells)
+
+
+def test_every_kth_block() -> None:
+    assert published_rows.asked(row(TITAN, act_ckpt="selective-2")).config.recompute == sb.Recompute(policy="full", every=2)
+
+
+def test_what_a_forecast_refuses_is_listed_with_its_words() -> None:
+    (found,) = published.compare([row(TITAN, seq_len=10**7)])
+    assert found.reason.startswith("refused: sequence = 10000000")
+    assert published.Score.of([found]).modelled == 0
 
 
 def test_the_drivers_counter_is_refused() -> None:

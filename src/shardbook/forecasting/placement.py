@@ -171,5 +171,7 @@ def _by_place(facts: ModelFacts) -> Mapping[str, str] | None:
     root = facts.units[0].name
     first, last = (tables[0], tables[-1]) if tables else (root, root)
     rows = (architecture.learned_positions, architecture.hidden)
-    positions = next((unit.name for unit in facts.units if unit.name != first and any(each.shape == rows for each in unit.parameters)), root)
+    positions = next(
+        (unit.name for unit in facts.units if unit.name != first and any(each.shape == rows for each in unit.parameters)), root
+    )
     return {**mapped, "root": root, "embedding": first, "head": last, "positions": positions}

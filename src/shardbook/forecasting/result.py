@@ -9,6 +9,7 @@ Forecast
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -142,10 +143,15 @@ class Forecast:
 
     @property
     def needed(self) -> tuple[int, int]:
-        """Least and most bytes of device memory that the run needs, everything above the allocator included."""
+        """Least and most bytes of device memory that the run needs, everything above the allocator included.
+
+        The intervals have causes of their own (holes, the driver, communicators), so their widths are added as independent
+        errors are: the root of the sum of squares.
+        """
         low, high = self.peak_reserved or (self.peak_allocated, self.peak_allocated)
         beyond = [line for line in self.above if line.name != "reserved"]
-        return low + sum(line.low for line in beyond), high + sum(line.high for line in beyond)
+        least = low + sum(line.low for line in beyond)
+        return least, least + math.isqrt((high - low) ** 2 + sum((line.high - line.low) ** 2 for line in beyond))
 
     def fits(self, device_memory: int) -> Verdict:
         """Whether the run fits into so many bytes: certainly, certainly not, or within the interval of what is not known."""

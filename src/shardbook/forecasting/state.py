@@ -49,9 +49,7 @@ def state_of(question: Question) -> State:
     return _offloaded(question, State(convention=convention, holdings=holdings, between_steps=between, placement=placement))
 
 
-def _holdings(
-    question: Question, convention: Convention, numels: tuple[int, int], *, between_steps: bool = False
-) -> tuple[Holding, ...]:
+def _holdings(question: Question, convention: Convention, numels: tuple[int, int], *, between_steps: bool = False) -> tuple[Holding, ...]:
     """Of all and of trained elements. Experts that are shared out lie on so many times fewer data-parallel devices than the rest does."""
     stage, shards = question.config.stage, question.shards
     experts = _expert_numels(question) if question.expert > 1 else (0, 0)

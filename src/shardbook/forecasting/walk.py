@@ -33,7 +33,7 @@ class Walk:
     def __init__(self, tape: Tape, engine: Residence, make: MakeKernels = Kernels) -> None:
         self.tape, self._engine = tape, engine
         self.ops = make(tape, engine.land)
-        self._inside = False
+        self._inside = self._left = False
         self.held: list[Value] = []  # by whoever calls the model, to the end of the micro-batch
 
     def unit(self, name: str, forward: Callable[[Value | None], Value], x: Value | None = None) -> Value:
@@ -49,10 +49,26 @@ class Walk:
         self.tape.at("forward", name)
         self._engine.enter_forward(name)
         out = forward(x)
+        if name == "root" and self._left:  # before the loss
+            return out
         self._engine.leave_forward(name)
         if out.node is not None:
             out.node.hook = lambda: self._enter_backward(name)
         return out
+
+    def leave_model(self, logits: Value) -> None:
+        """The model's forward is over, and the loss is somebody else's: backward enters the model with the logits' gradient."""
+        self._left = True
+        self._engine.leave_forward("root")
+        if logits.node is not None:
+            inner = logits.node.hook
+
+            def enter() -> None:
+                self._enter_backward("root")
+                if inner is not None:
+                    inner()
+
+            logits.node.hook = enter
 
     def units(self, name: str, forward: Callable[[Value | None], list[Value]], x: Value) -> list[Value]:
         """The same for a unit with several results; backward comes to it with the gradient of any of them."""
@@ -69,7 +85,7 @@ class Walk:
 
     def micro_batch(self, forward: Callable[[], Value]) -> None:
         """Forward of the whole model, and backward from its loss."""
-        self._inside = False
+        self._inside = self._left = False
         loss = self.unit("root", lambda _: self._within(forward))
         self.ops.backward(loss)
         self.tape.at("backward", "end")

@@ -22,6 +22,8 @@ def loss_of(setting: Setting, walk: Walk, normed: Value, weights: Mapping[str, W
         return _chunked_losses(setting, ops, pieces)
     logits = walk.unit(head.unit, lambda x: ops.linear(given(x), head, setting.rows, bias), normed)
     del normed
+    if setting.style.loss_outside:
+        walk.leave_model(logits)
     if setting.style.holds_logits:
         walk.held.append(logits)
     return _entropy(setting, ops, logits, setting.rows)

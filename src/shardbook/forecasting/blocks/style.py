@@ -23,6 +23,7 @@ class Style:
         logits: ``"fp32"`` a copy in fp32 goes into the loss; ``"own"`` the loss takes the logits as they are.
         loss: ``"torch"`` log-probabilities and their gradients; ``"kernel"`` one fp32 matrix that becomes its own gradient;
             ``"own-kernel"`` keeps the logits as they are, and makes a gradient of their type.
+        loss_outside: the model gives logits, and the loss is computed by whoever calls it.
         holds_logits: whoever calls the model still has its logits in backward.
         source: where this was read.
     """
@@ -35,6 +36,7 @@ class Style:
     softmax: Literal["fp32", "own"] = "fp32"
     logits: Literal["fp32", "own"] = "fp32"
     loss: Literal["torch", "kernel", "own-kernel"] = "torch"
+    loss_outside: bool = False
     holds_logits: bool = False
     source: str = ""
 
@@ -43,14 +45,20 @@ STYLES: Mapping[str, Style] = {
     "shardbook": Style(rms="composed", rotary="halves", source="shardbook/models/decoder.py"),
     "gpt": Style(rms="module", rotary="halves", source="plain torch modules, as in nanoGPT"),
     "plain": Style(
-        rms="module", rotary="shared", holds_logits=True, source="a Llama of plain torch modules; logits, loss and backward in one loop"
+        rms="module",
+        rotary="shared",
+        loss_outside=True,
+        holds_logits=True,
+        source="a Llama of plain torch modules; logits, loss and backward in one loop",
     ),
     "transformers": Style(
         gelu_new="operators", positions="looked-up", source="transformers 5.24, modeling_llama.py, modeling_gpt2.py, activations.py"
     ),
-    "torchtitan": Style(rms="module", rotary="complex", source="torchtitan 0.3, models/llama3/model.py; nn.RMSNorm"),
-    "torchtune": Style(rms="cast", rotary="complex", source="torchtune 0.6, modules/rms_norm.py, position_embeddings.py"),
-    "litgpt": Style(rms="cast", rotary="rotate_half", source="litgpt 0.5, model.py"),
+    "torchtitan": Style(loss_outside=True, rms="module", rotary="complex", source="torchtitan 0.3, models/llama3/model.py; nn.RMSNorm"),
+    "torchtune": Style(
+        loss_outside=True, rms="cast", rotary="complex", source="torchtune 0.6, modules/rms_norm.py, position_embeddings.py"
+    ),
+    "litgpt": Style(loss_outside=True, rms="cast", rotary="rotate_half", source="litgpt 0.5, model.py"),
     "megatron": Style(
         rms="kernel",
         rotary="kernel",
@@ -64,6 +72,7 @@ STYLES: Mapping[str, Style] = {
         rotary="halves",
         logits="own",
         loss="own-kernel",
+        loss_outside=True,
         holds_logits=True,
         source="llm-foundry 0.4, models/mpt: fused_crossentropy of flash-attn by default; composer holds the outputs",
     ),

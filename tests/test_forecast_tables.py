@@ -124,7 +124,7 @@ def test_lines_above_the_allocator_say_that_nobody_has_held_them():
     ("memory", "words"),
     [
         (30 * GB, "fits: needs 24.3 GB (22.6 GiB) to 26.4 GB (24.6 GiB) of test-card's 30.0 GB (27.9 GiB); at least 3.6 GB (3.4 GiB) left"),
-        (24 * GIB, "too close to call: needs 24.3 GB (22.6 GiB) to 26.4 GB (24.6 GiB) of test-card's 25.8 GB (24.0 GiB); between 0.6 GB"),
+        (24 * GIB, "too close to call: needs 24.3 GB (22.6 GiB) to 26.4 GB (24.6 GiB) of test-card's 25.8 GB (24.0 GiB); between 0.592 GB"),
         (20 * GB, "does not fit: needs 24.3 GB (22.6 GiB) to 26.4 GB (24.6 GiB) of test-card's 20.0 GB (18.6 GiB); at least 4.3 GB"),
     ],
 )

@@ -42,7 +42,9 @@ class Axis:
     unit: str
 
 
-def draw(bars: Sequence[Bar], words: str, limit: int | None = None, names: Mapping[str, str] | None = None) -> str:
+def draw(
+    bars: Sequence[Bar], words: str, limit: int | None = None, *, names: Mapping[str, str] | None = None, per: str = " per rank"
+) -> str:
     """Stacks over one axis.
 
     Args:
@@ -50,6 +52,7 @@ def draw(bars: Sequence[Bar], words: str, limit: int | None = None, names: Mappi
         words: stand below the picture.
         limit: bytes; a line across all of them.
         names: part to colour for parts that are no accounts.
+        per: of what the axis says bytes.
     """
     axis = axis_for(max([bar.nbytes for bar in bars] + [limit or 0], default=0))
     parts = in_order({part for bar in bars for part, nbytes in bar.parts.items() if nbytes})
@@ -61,7 +64,7 @@ def draw(bars: Sequence[Bar], words: str, limit: int | None = None, names: Mappi
     return (
         f'<figure class="sb-stacks">{markup.legend(colours)}<div role="img" aria-label="{escape(said)}">{rows}'
         f'<div class="sb-axis" aria-hidden="true">{ticks}</div></div>'
-        f"<figcaption>{axis.unit} per rank. {escape(words)}</figcaption></figure>"
+        f"<figcaption>{axis.unit}{per}. {escape(words)}</figcaption></figure>"
     )
 
 

@@ -6,7 +6,7 @@ from shardbook.report import markup
 STYLE = """<style>
 .sb { --paper: var(--background); --ink: currentColor; --soft: color-mix(in srgb, currentColor 68%, transparent);
   --line: color-mix(in srgb, currentColor 22%, transparent); --box: color-mix(in srgb, currentColor 5%, transparent); }
-.sb p { margin: 6px 0; max-width: 78ch; overflow-wrap: anywhere; }
+.sb p { margin: 6px 0; max-width: 105ch; overflow-wrap: anywhere; }
 .sb .soft, .sb figcaption, .sb caption { color: var(--soft); }
 .sb .verdict { font-size: 17px; font-weight: 600; }
 .sb figure { margin: 10px 0 14px; padding: 0; }

@@ -52,9 +52,9 @@ in backward, about a third more compute. It frees nothing of the state. Make the
 THROUGHPUT = """
 ## 4. Capacity against throughput
 
-A byte that a rank does not hold has to come from another rank when it is needed. Stages 1 and 2 send what plain data parallelism sends
-(with one micro-batch a step); stage 3 gathers parameters in forward and again in backward: half as much again. These are bytes, not
-seconds: what of them is hidden behind computing only a run can say.
+A byte that a rank does not hold has to come from another rank when it is needed. Stages 1 and 2 send no more than stage 0 does (with one
+micro-batch a step; less, where stage 0 returns gradients wider than parameters). Stage 3 gathers parameters in forward and again in backward:
+half as much again as stages 1 and 2. These are bytes, not seconds: what of them is hidden behind computing only a run can say.
 """
 
 DIVIDE = """
@@ -94,7 +94,7 @@ def weights_and_state(forecast: Forecast) -> str:
     words = (
         f"Whole model: {gb(forecast.weights)} of weights, {gb(forecast.state)} of state, {times:.1f} times as much, before any activation."
     )
-    return draw(bars, words, device_memory(forecast))
+    return draw(bars, words, device_memory(forecast), per="")
 
 
 @lru_cache(maxsize=64)

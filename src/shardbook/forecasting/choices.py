@@ -6,7 +6,7 @@ from typing import Literal
 from shardbook.checks import Check
 
 IMPLEMENTATIONS = ("shardbook", "gpt", "plain", "transformers", "torchtitan", "torchtune", "litgpt", "megatron", "llm-foundry")
-"""Whose code the blocks are: what autograd keeps differs. ``gpt`` is torch's modules with fused QKV, ``plain`` a Llama of torch's modules."""
+"""Whose code the blocks are: what autograd keeps differs. ``gpt`` is torch's modules with fused QKV, ``plain`` a Llama of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

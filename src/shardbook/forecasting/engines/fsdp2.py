@@ -1,10 +1,10 @@
 """FSDP2 (``torch.distributed.fsdp.fully_shard``) on each block and the root: its rules of residence.
 
 Read from ``torch/distributed/fsdp/_fully_shard`` of torch 2.13 and held against torch's own ``FSDPMemTracker``. A gather needs the
-collective's output and the parameters' own memory at once; the output of the unit before is freed behind the next one's copy in forward,
-and at once in backward. Gradients stay in the type autograd made them in until their block's backward is over; the input of the
-reduce-scatter, in the reduce type, stays until the next block's. The root is kept from forward to backward. Collectives have streams of their own, hence pools of
-their own in a caching allocator.
+collective's output and the parameters' own memory at once; the output of the unit before is freed behind the next one's copy in
+forward, and at once in backward. Gradients stay in the type autograd made them in until their block's backward is over; the input of
+the reduce-scatter, in the reduce type, stays until the next block's. The root is kept from forward to backward. Collectives have
+streams of their own, hence pools of their own in a caching allocator.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
 """Megatron-LM's data parallelism, with and without its distributed optimizer: everything lies in buffers made once.
 
 Parameters in 16 bits and gradients in fp32 are whole on every rank, always; weight gradients are added into their buffer by the
-product that makes them (``gradient_accumulation_fusion``), so nothing waits and nothing is copied. Masters and moments are partitioned with the
-distributed optimizer. Source: Megatron-LM, megatron/core/distributed/param_and_grad_buffer.py and optimizer/distrib_optimizer.py.
+product that makes them (``gradient_accumulation_fusion``), so nothing waits and nothing is copied. Masters and moments are
+partitioned with the distributed optimizer. Source: Megatron-LM, megatron/core/distributed/param_and_grad_buffer.py and
+optimizer/distrib_optimizer.py.
 """
 
 from collections.abc import Mapping

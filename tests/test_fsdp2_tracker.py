@@ -11,7 +11,7 @@ SHALLOW = Setting(layers=8)
 """The widths of a Llama of 7B; tensors are fake, so that only blocks cost time."""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "setting",

@@ -53,7 +53,7 @@ THROUGHPUT = """
 ## 4. Capacity against throughput
 
 A byte that a rank does not hold has to come from another rank when it is needed. Stages 1 and 2 send no more than stage 0 does (with one
-micro-batch a step; less, where stage 0 returns gradients wider than parameters). Stage 3 gathers parameters in forward and again in backward:
+micro-batch a step; less, where stage 0 returns gradients wider than parameters). Stage 3 gathers parameters in forward and in backward:
 half as much again as stages 1 and 2. These are bytes, not seconds: what of them is hidden behind computing only a run can say.
 """
 

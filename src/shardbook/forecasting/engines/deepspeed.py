@@ -3,8 +3,9 @@
 The bucket is as large as its setting says, however small the model, and is there from a backward's first gradient to its end. A
 gradient is copied into it and freed; when it is full it is reduced, in a copy where it holds parts of more than one rank, and what
 belongs to this rank goes to a buffer of its own. Stage 1 keeps whole gradients until the last backward of a step is over, then does
-the same. At the step the partition's gradients are copied twice: side by side, and to fp32. The forecast is for the last rank, whose
-parameters have their gradients first. Source: DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
+the same, in the order of registration. At the step the partition's gradients are copied twice: side by side, and to fp32. The
+forecast is for the rank whose own gradients are reduced first: the last one, at stage 1 the first. Source: DeepSpeed 0.19.8,
+deepspeed/runtime/zero/stage_1_and_2.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,8 +114,9 @@ class DeepSpeed(Partitioned):
         self._padded, self._knobs = padded, setup.knobs
         self._width, self._grad_width = setup.width, DTYPE_NBYTES[setup.knobs.grad_accum_dtype]
         self._compact = setup.knobs.grad_accum_dtype != setup.knobs.dtype
+        self._rank = 0 if setup.knobs.stage < 2 and not setup.knobs.overlap_comm else setup.ranks - 1
         self._owners = _owners(setup.trained, self._partition)
-        self._mine = sum(weight.numel for weight in setup.trained if setup.ranks - 1 in self._owners[weight.name])
+        self._mine = sum(weight.numel for weight in setup.trained if self._rank in self._owners[weight.name])
         self._micro_batch = 0
         self._buckets: list[Entry] = []
         self._filled: list[Weight] = []
@@ -178,7 +180,7 @@ class DeepSpeed(Partitioned):
         if not self._filled:
             return
         self._send([weight.numel * self._width for weight in self._filled])
-        if any(self._setup.ranks - 1 in self._owners[weight.name] for weight in self._filled):
+        if any(self._rank in self._owners[weight.name] for weight in self._filled):
             self._have_reduced()
         self._filled, self._apart = [], []
 
@@ -204,7 +206,7 @@ class DeepSpeed(Partitioned):
     def step(self) -> None:
         """The norm, the partition's gradients side by side and in fp32, the optimizer, and the new parameters for everybody."""
         self._micro_batch = 0
-        mine = [weight.numel for weight in self._setup.trained if self._setup.ranks - 1 in self._owners[weight.name]]
+        mine = [weight.numel for weight in self._setup.trained if self._rank in self._owners[weight.name]]
         self._briefly(Account.WORKSPACE, max(mine, default=0) * NORM_NBYTES, "gradient in fp64 for the norm")
         if self._setup.keeps_optimizer:
             self._step_on_partition()

@@ -22,7 +22,7 @@ _LETTER = 0.0115
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One stack: parts to bytes, in the order in which they are laid end to end."""
+    """One stack: parts to bytes. They are laid end to end in the order of the accounts, as in every picture."""
 
     label: str
     parts: Mapping[str, int]
@@ -102,7 +102,7 @@ def axis_for(largest: int) -> Axis:
 
 
 def _row(bar: Bar, axis: Axis, colours: Mapping[str, str], line: str) -> str:
-    boxes = "".join(_box(part, nbytes, nbytes / axis.end, colours[part]) for part, nbytes in bar.parts.items() if nbytes)
+    boxes = "".join(_box(part, nbytes, nbytes / axis.end, colours[part]) for part in colours if (nbytes := bar.parts.get(part, 0)))
     name = f'<div class="sb-name"><span>{escape(bar.label)}</span><span class="sb-total">{escape(both(bar.nbytes))}</span></div>'
     return f'<div class="sb-row">{name}<div class="sb-bar">{boxes}{line}</div></div>'
 

@@ -1,5 +1,7 @@
 """The notebook's style sheet: what reports have, in the ink and on the paper of the page around it."""
 
+from html import escape
+
 from shardbook.explore.runs import Outcome
 from shardbook.report import markup
 
@@ -74,4 +76,5 @@ def command(words: str) -> str:
 def outcome(found: Outcome) -> str:
     """What a run printed."""
     how = f"ended well after {found.seconds:.1f} s" if found.ended_well else "this did not work"
-    return command(found.typed) + line(how, "soft" if found.ended_well else "bad") + markup.text("pre", found.text)
+    printed = f'<pre tabindex="0" role="region" aria-label="what the run printed">{escape(found.text)}</pre>'
+    return command(found.typed) + line(how, "soft" if found.ended_well else "bad") + printed

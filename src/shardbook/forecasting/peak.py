@@ -14,7 +14,7 @@ from shardbook.forecasting.conventions import ACCOUNTS
 from shardbook.forecasting.engines.kinds import engine_for, kernels_for
 from shardbook.forecasting.question import Question
 from shardbook.forecasting.result import PhasePeak
-from shardbook.forecasting.state import State
+from shardbook.forecasting.state import State, away
 from shardbook.forecasting.tape import Tape
 from shardbook.forecasting.walk import Walk
 
@@ -51,8 +51,8 @@ def peak_of(question: Question, state: State) -> Peak:
     if question.micro_batch is None or placement is None or not placement.weights:
         return Peak(accounts=state.accounts)
     tape = _walked(question, state, steady=True)
-    found = _by_phase(tape.peaks())
-    first = [replace(peak, first=True) for peak in _by_phase(_walked(question, state, steady=False).peaks())]
+    found = _by_phase(_on_device(question, tape.peaks()))
+    first = [replace(peak, first=True) for peak in _by_phase(_on_device(question, _walked(question, state, steady=False).peaks()))]
     highest = max(found, key=lambda peak: peak.nbytes)
     live = tape.live_at_peak()
     return Peak(
@@ -160,6 +160,15 @@ class _Selective:
             return True
         self._products += 1
         return self._products % 2 == 1
+
+
+def _on_device(question: Question, peaks: list[PhasePeak]) -> list[PhasePeak]:
+    """Without what is offloaded, which an engine holds from the beginning of a step to its end."""
+    gone = away(question)
+    if not gone:
+        return peaks
+    kept = [{account: nbytes for account, nbytes in peak.accounts.items() if account not in gone} for peak in peaks]
+    return [replace(peak, accounts=accounts) for peak, accounts in zip(peaks, kept, strict=True)]
 
 
 def _by_phase(peaks: list[PhasePeak]) -> list[PhasePeak]:

@@ -86,8 +86,9 @@ class Question:
     def _check_batch(self, check: Check) -> None:
         given = {name: getattr(self, name) is not None for name in ("micro_batch", "sequence")}
         if sum(given.values()) == 1:
-            missing = next(name for name, there in given.items() if not there)
-            check.add(missing, None, "a number beside the other one", f"activations need both: give {missing} too")
+            missing, there = sorted(given, key=lambda name: given[name])
+            allowed = f"a number beside {there} = {getattr(self, there)}"
+            check.add(missing, None, allowed, f"activations need both: give {missing} too")
         most = self.facts.architecture.max_seq if self.facts.architecture else 0
         if self.sequence and most and self.sequence > most:
             check.add("sequence", self.sequence, f"1 to {most}, the model's longest", f"the nearest is {most}")

@@ -117,14 +117,20 @@ def _expert_numels(question: Question) -> tuple[int, int]:
     return sum(each.numel for each in routed), sum(each.numel for each in routed if each.trainable)
 
 
-def _offloaded(question: Question, state: State) -> State:
-    """What lives on the host is no device memory."""
+def away(question: Question) -> frozenset[Account]:
+    """Accounts that lie on the host or a disk between uses, by the configuration."""
     offload = question.config.offload
-    away = {Account.MASTER, Account.MOMENT} if offload.optimizer != "none" else set[Account]()
-    away |= {Account.PARAM} if offload.params != "none" else set()
-    if not away:
+    optimizer = {Account.MASTER, Account.MOMENT} if offload.optimizer != "none" else set[Account]()
+    return frozenset(optimizer | ({Account.PARAM} if offload.params != "none" else set()))
+
+
+def _offloaded(question: Question, state: State) -> State:
+    """What lives on the host is no device memory; what lives on a disk is neither."""
+    gone = away(question)
+    if not gone:
         return state
-    host = {one.account: one.here for one in state.holdings if one.account in away and offload.optimizer != "disk"}
-    holdings = tuple(replace(one, here=0) if one.account in away else one for one in state.holdings)
-    gone = sum(one.here for one in state.holdings if one.account in away)
-    return replace(state, holdings=holdings, host=host, between_steps=state.between_steps - gone)
+    on_disk = {Account.MASTER, Account.MOMENT} if question.config.offload.optimizer == "disk" else set[Account]()
+    host = {one.account: one.here for one in state.holdings if one.account in gone - on_disk}
+    holdings = tuple(replace(one, here=0) if one.account in gone else one for one in state.holdings)
+    left = state.between_steps - sum(one.here for one in state.holdings if one.account in gone)
+    return replace(state, holdings=holdings, host=host, between_steps=left)

@@ -41,7 +41,7 @@ $(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/constraints-peers.txt
 	touch $(PEERS_STAMP)
 
 test-peers: $(PEERS_STAMP)
-	$(PEERS)/python -m pytest -m peers
+	$(PEERS)/python -m pytest tests -m peers
 
 demo: $(STAMP)
 	$(BIN)/shardbook train --ranks 2 --stage 3 --steps 60 --check-baseline 5

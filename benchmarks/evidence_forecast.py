@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ def state() -> Section:
     return section
 
 
-def _told(arguments: str) -> dict[str, object]:
+def _told(arguments: str) -> dict[str, Any]:
     """What the command says, as data."""
     done = subprocess.run([COMMAND, "forecast", *arguments.split(), "--json"], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode not in (0, 1):

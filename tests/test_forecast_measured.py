@@ -9,7 +9,7 @@ from benchmarks.forecast_grid import Point, compare_with, measure_all
 from tests import ranks
 
 EXACT = ("PARAM", "MASTER", "MOMENT", "GRAD", "GATHERED", "GRAD_FULL", "COMM", "ACTIVATION")
-WRAPPED = 256
+WRAPPED = 512
 """Bytes of what torch makes of numbers: losses, weights, counters, flags."""
 
 POINTS = (

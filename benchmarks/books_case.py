@@ -132,9 +132,14 @@ def measure_all(cases: Sequence[Case]) -> list[str]:
 
 def measure(case: Case) -> RunDocument:
     """Every rank of a group calls it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed's and FSDP2's own, about names of collectives
+        return _measured(case)
+
+
+def _measured(case: Case) -> RunDocument:
     import shardbook as sb
 
-    warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed's and FSDP2's own, about names of collectives
     contender, batch = build(case)
     with sb.measure(contender.model, contender.optimizer) as run:
         for step in range(NUM_STEPS):

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import forecast_grid, fsdp2_tracker, published
-from benchmarks.books_case import PEERS, ROOT
+from benchmarks import estimators, forecast_grid, fsdp2_tracker, published
+from benchmarks.books_case import ROOT
 from benchmarks.evidence_engine import Section, prose, table, write
 from benchmarks.forecast_grid import ACCOUNT_BOUND, ACCOUNT_FLOOR, PEAK_BOUND, Compared
 from shardbook.accounts import Account
@@ -151,20 +151,6 @@ def _promise_scores(section: Section, scored: list[published.Compared]) -> None:
     section.promise(f"{score.within:.0%} within {published.WITHIN:.0%}, at least 90%", holds=score.within >= 0.90)
 
 
-def estimators() -> Section:
-    """The same rows by DeepSpeed's and accelerate's estimators."""
-    section = Section(title="Other estimators on the same rows")
-    if not PEERS.exists() or not (published.DATA / "measured.csv").exists():
-        section.text += prose("*Not run*: it needs the peers' environment (`make peers`) and the table of measurements.")
-        return section
-    done = subprocess.run([PEERS, "-m", "benchmarks.estimators"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        last = (done.stderr.strip() or "nothing on stderr").splitlines()[-1]
-        section.promise(f"the estimators failed: {last}", holds=False)
-    section.text += [*done.stdout.splitlines(), ""]
-    return section
-
-
 # ---- 5. FSDP2's tracker -----------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +206,7 @@ PARTS: dict[str, Callable[[], Section]] = {
     "start": start,
     "grid": grid,
     "published": measured_elsewhere,
-    "estimators": estimators,
+    "estimators": estimators.section,
     "tracker": tracker,
 }
 

@@ -27,7 +27,8 @@ class Choices:
         trainable: share of the parameters that is trained; the rest is frozen and has no gradient, master or moment.
         lora_rank: rank of adapters on the linear layers named by ``lora_targets``; 0: none. The rest is then frozen.
         lora_targets: ``"attention"`` queries and values, ``"all"`` every linear layer of a block.
-        sequence_parallel: tensor-parallel devices share the tokens of the residual stream as well.
+        sequence_parallel: tensor-parallel devices share the tokens of the residual stream as well; None: as the engine does by
+            itself, which Megatron-LM does not.
         fused_gradients: weight gradients are added into the buffer where they stay by the product that makes them (Megatron-LM's
             ``gradient_accumulation_fusion``).
         compiled: each block runs under torch.compile; the loss does not.
@@ -48,7 +49,7 @@ class Choices:
     trainable: float = 1.0
     lora_rank: int = 0
     lora_targets: Literal["attention", "all"] = "attention"
-    sequence_parallel: bool = True
+    sequence_parallel: bool | None = None
     fused_gradients: bool = True
     compiled: bool = False
     bucket_views: bool = True
@@ -60,8 +61,10 @@ class Choices:
         check.choice("attention", ("auto", "flash", "efficient", "eager"))
         check.choice("loss", ("full", "chunked", "fused"))
         check.integer("loss_chunks", least=1, remedy="8 is torchtune's")
-        for name in ("reshard", "autocast", "sequence_parallel", "fused_gradients", "compiled", "bucket_views"):
+        for name in ("reshard", "autocast", "fused_gradients", "compiled", "bucket_views"):
             check.flag(name)
+        if self.sequence_parallel is not None:
+            check.flag("sequence_parallel")
         check.choice("implementation", ("", *IMPLEMENTATIONS))
         check.integer("lora_rank", least=0, remedy="0: no adapters")
         check.choice("lora_targets", ("attention", "all"))

@@ -89,7 +89,7 @@ def setting_of(question: Question) -> Setting:
         sequence=question.sequence // question.context,
         tensor=question.tensor,
         expert=question.expert,
-        sequence_parallel=choices.sequence_parallel,
+        sequence_parallel=question.engine != "megatron" if choices.sequence_parallel is None else choices.sequence_parallel,
         attention="flash" if choices.attention == "auto" else choices.attention,
         loss=choices.loss,
         loss_chunks=choices.loss_chunks,

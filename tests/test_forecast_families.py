@@ -5,6 +5,8 @@ import pytest
 import shardbook as sb
 from shardbook.accounts import Account
 from shardbook.facts import catalog
+from shardbook.facts.architecture import Architecture, Experts
+from shardbook.facts.parameters import model_facts
 
 BF16 = sb.Precision(param="bf16")
 STAGES = {"shardbook": 3, "deepspeed": 2, "fsdp2": 3, "ddp": 0, "megatron": 1}
@@ -49,3 +51,37 @@ def test_what_is_offloaded_is_on_the_host():
     assert told.host == moved
     assert told.peak_allocated == kept.peak_allocated - sum(moved.values())
     assert "staging buffers of offload" in told.not_modelled
+
+
+def test_megatron_holds_its_state_from_the_beginning_of_a_step_to_its_end():
+    """Gradients lie in a buffer that is made once: 2 + 4 bytes a parameter whole, 12 over the ranks."""
+    told = asked("llama-3.2-1b", stage=1, engine="megatron", ranks=8, micro_batch=1, sequence=128)
+    numel = catalog.facts("llama-3.2-1b").num_parameters
+    assert told.accounts[Account.PARAM] + told.accounts[Account.GRAD] == 6 * numel
+    assert told.accounts[Account.MASTER] + told.accounts[Account.MOMENT] == 12 * numel // 8
+    between = next(peak for peak in told.phases if peak.phase == "between" and not peak.first)
+    assert between.accounts[Account.GRAD] == 4 * numel
+
+
+def test_what_a_token_visits_is_kept_as_often_as_it_visits():
+    """Inputs of the experts' two products, gate before and behind its activation, and up: top_k (h + 4 f) elements a token and block."""
+    one, more = (
+        asked(mixture(top_k), stage=0, ranks=1, micro_batch=16, sequence=128, precision=sb.Precision()).accounts[Account.ACTIVATION]
+        for top_k in (1, 3)
+    )
+    block = 4 * 16 * 128 * (3 - 1) * (64 + 4 * 32)  # fp32, tokens, visits
+    assert 3 * block <= more - one <= 6 * block  # of four blocks the last is partly freed; weights of the visits come on top
+
+
+def mixture(top_k):
+    experts = Experts(count=4, top_k=top_k, ffn=32)
+    sizes = Architecture(family="mixtral", layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=32, vocab=128, experts=experts)
+    return model_facts(sizes, name="mixture", source="a test")
+
+
+def test_norms_are_whole_on_every_tensor_parallel_device():
+    told = asked("llama-3.2-1b", stage=0, engine="megatron", ranks=2, tensor=2, micro_batch=1, sequence=128)
+    facts = catalog.facts("llama-3.2-1b")
+    norms = sum(parameter.numel for parameter in facts.parameters() if "norm" in parameter.name)
+    assert norms
+    assert told.accounts[Account.PARAM] == 2 * ((facts.num_parameters - norms) // 2 + norms)

@@ -13,14 +13,11 @@ It says what persists. Gathers, buckets, receive buffers and temporaries of a st
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from shardbook.accounts import Account
 from shardbook.checks import DTYPE_NBYTES, Check, listed, nearest, refuse
 from shardbook.config import Precision
-
-if TYPE_CHECKING:
-    from shardbook.forecasting.result import Holding
 
 ACCOUNTS = (Account.PARAM, Account.GRAD, Account.MASTER, Account.MOMENT)
 """The accounts of a convention, in the order in which its numbers are written."""
@@ -86,6 +83,16 @@ class Share:
         """Whether the engine has it at all: at that stage, and at the step or between two."""
         kept = not self.to_step or (self.kept_from is not None and stage >= self.kept_from)
         return stage >= self.held_from and (kept or not between_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One persistent account: bytes of the whole model, on this rank, and over how many ranks they are partitioned (1: replicated)."""
+
+    account: str
+    total: int
+    here: int
+    partitions: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +223,7 @@ class Convention:
 
     def holdings(
         self, numel_total: int, numel_trainable: int, stage: int, ranks: int, *, between_steps: bool = False
-    ) -> "tuple[Holding, ...]":
+    ) -> tuple[Holding, ...]:
         """What one rank holds of a model: PARAM of every parameter, the rest of the trained ones only.
 
         A shard has ⌈numel/N⌉ elements: padding beyond that belongs to an engine, not to a convention. ``between_steps`` leaves out
@@ -226,8 +233,6 @@ class Convention:
         >>> [(one.account, one.here, one.partitions) for one in held if one.account in ("PARAM", "MOMENT")]
         [('PARAM', 15000000000, 1), ('MOMENT', 937500000, 64)]
         """
-        from shardbook.forecasting.result import Holding  # which names this class in its own
-
         found: list[Holding] = []
         for term in self.terms:
             numel = numel_trainable

@@ -1,6 +1,6 @@
 """What a forecast is asked, checked: the model's facts, the engine's configuration, the batch, and what the devices share."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardbook.checks import Check, listed, nearest
@@ -125,11 +125,6 @@ def ask(model: Any, config: ZeroConfig | None, *, engine: str, convention: Conve
         convention=Convention.parse(convention) if isinstance(convention, str) else convention,
         device=None if device is None else find_device(device), **numbers,
     )  # fmt: skip
-
-
-def with_stage(question: Question, stage: int) -> Question:
-    """The same question about another stage."""
-    return replace(question, config=replace(question.config, stage=stage))
 
 
 def _done(check: Check) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from shardbook.forecasting.conventions import Convention
+from shardbook.forecasting.conventions import Convention, Holding
 
 NOT_A_PEAK = "not a peak: activations, gathers, buffers and allocator come on top"
 """Stands wherever only persistent bytes are shown."""
@@ -55,16 +55,6 @@ class Term:
     nbytes: int
     formula: str
     source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """One persistent account: bytes of the whole model, on this rank, and over how many ranks they are partitioned (1: replicated)."""
-
-    account: str
-    total: int
-    here: int
-    partitions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from shardbook.accounts import Account
 from shardbook.forecasting.closed_form import OPTIMIZERS, Moments, closed_form
-from shardbook.forecasting.conventions import ACCOUNTS, PRESETS, Convention
+from shardbook.forecasting.conventions import ACCOUNTS, PRESETS, Convention, Holding
 from shardbook.forecasting.deepspeed_knobs import Knobs
 from shardbook.forecasting.placement import Placement, divided_facts, is_routed, place
 from shardbook.forecasting.question import Question
-from shardbook.forecasting.result import Holding
 from shardbook.structure import GroupFacts
 
 NATIVE_ABOVE = 64

@@ -20,21 +20,15 @@ LEVELS = {
     **dict.fromkeys(
         ("accounts", "events", "errors", "checks", "config", "config_files", "deepspeed", "document", "levers", "structure"), 0
     ),
-    **dict.fromkeys(("facts", "tables"), 1),
+    **dict.fromkeys(("facts", "tables", "replay"), 1),
     **dict.fromkeys(("forecasting", "engine", "ledger", "models"), 2),
-    **dict.fromkeys(("checkpoint", "verify", "planner"), 3),
+    **dict.fromkeys(("simulation", "checkpoint", "verify", "planner"), 3),
     **dict.fromkeys(("train", "report"), 4),
     **dict.fromkeys(("cli", "explore"), 5),
 }
-# (importer, imported): shut whatever the levels say, and whatever SIDEWAYS may come to say for a whole part.
+# (importer, imported): shut whatever the levels say.
 BANNED = {("engine", "ledger"), ("engine", "forecasting"), ("engine", "planner"), ("ledger", "engine")}
-# Two parts of one level know nothing of each other, except where the reason stands here.
-SIDEWAYS = {
-    ("forecasting.simulate", "engine"): "the simulation is the engine itself, run on fake tensors",
-    ("forecasting.simulate", "models"): "it builds shardbook's own decoder from its facts",
-}
-STANDARD_LIBRARY_ONLY = ("facts", "forecasting", *(part for part, level in LEVELS.items() if level == 0))
-MAY_USE_TORCH = {"forecasting.simulate"}
+STANDARD_LIBRARY_ONLY = ("facts", "replay", "forecasting", *(part for part, level in LEVELS.items() if level == 0))
 
 
 @dataclass(frozen=True)
@@ -79,13 +73,13 @@ def fault(found: Import) -> str | None:
     importer, imported = found.importer.split(".")[0], found.imported.split(".")[0]
     if not found.own:
         standard = imported in sys.stdlib_module_names
-        closed = importer in STANDARD_LIBRARY_ONLY and found.importer not in MAY_USE_TORCH
+        closed = importer in STANDARD_LIBRARY_ONLY
         return f"{found}: {importer} uses the standard library only" if closed and not standard else None
     if imported == "":
         return None if LEVELS[importer] >= 4 else f"{found}: the public face is above it; import the module itself"
     if imported not in LEVELS:
         return f"{found}: no level is known for {imported}"
-    if importer == imported or (found.importer, imported) in SIDEWAYS:
+    if importer == imported:
         return None
     if (importer, imported) in BANNED:
         return f"{found}: banned"
@@ -131,7 +125,9 @@ def test_the_public_face_imports_nothing_of_its_own_when_it_runs():
         ("ledger.ledger", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardbook.engine.engine import Engine", "banned"),
         ("forecasting.closed_form", "from shardbook.engine import layout", "sideways"),
         ("forecasting.closed_form", "import torch", "standard library only"),
-        ("forecasting.simulate", "import torch\nfrom shardbook.engine.engine import Engine", None),
+        ("forecasting.forecast", "import shardbook.engine.engine", "sideways"),
+        ("simulation.simulate", "import torch\nfrom shardbook.engine.engine import Engine", None),
+        ("engine.engine", "from shardbook.simulation.simulate import simulate", "upwards"),
         ("facts.catalog", "import numpy as np", "standard library only"),
         ("config", "from rich import print", "standard library only"),
         ("config", "from shardbook.facts import model", "upwards"),

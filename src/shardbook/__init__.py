@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardbook.forecasting.result import Forecast
     from shardbook.ledger.ledger import Ledger
     from shardbook.ledger.measurement import Measurement, measure
+    from shardbook.simulation.simulate import simulate
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "ZeroConfig",
     "forecast",
     "measure",
+    "simulate",
 ]
 
 _HOMES = {
@@ -61,6 +63,7 @@ _HOMES = {
     "ZeroConfig": "shardbook.config",
     "forecast": "shardbook.forecasting.forecast",
     "measure": "shardbook.ledger.measurement",
+    "simulate": "shardbook.simulation.simulate",
 }
 
 

@@ -15,7 +15,8 @@ from shardbook.accounts import Account, Tier
 class Booking:
     """``nbytes`` (negative when they are given back) in one account; ``padding`` of them carry no element of a parameter.
 
-    ``address`` is where the storage lies, by which books and allocator are held against each other; 0: it has no memory (fake tensors).
+    ``address`` is where the storage lies, by which books and allocator are held against each other; of a tensor without values, a number
+    that no other storage has while it lives.
     """
 
     account: Account

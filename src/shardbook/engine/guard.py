@@ -78,6 +78,11 @@ class _Guarded(nn.Parameter):
         return type(self).__reduce_ex__(self, protocol)
 
 
+def _kinds_of_fakes(parameters: Sequence[nn.Parameter]) -> tuple[type, ...]:
+    """A fake tensor must stay one for its mode, which is asked for its device."""
+    return tuple(dict.fromkeys(type(parameter) for parameter in parameters if type(parameter).__name__ == "FakeTensor"))
+
+
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -119,7 +124,8 @@ class Guard:
                     f"A forward that uses it outside of its unit needs ZeroConfig(units=...) that leaves it to the unit around both"
                 )
 
-        self._class = type("ShardedParameter", (_Guarded,), {"_describe": staticmethod(describe), "_on_read": staticmethod(on_read)})
+        bases = (_Guarded, *_kinds_of_fakes(self._parameters))
+        self._class = type("ShardedParameter", bases, {"_describe": staticmethod(describe), "_on_read": staticmethod(on_read)})
 
     @property
     def closed(self) -> bool:

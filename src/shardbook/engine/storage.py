@@ -123,13 +123,14 @@ class Storage:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where the tensor's storage lies; 0 where it has no memory."""
-    return tensor.untyped_storage().data_ptr() if is_memory_known(tensor) else 0
+    """Where the tensor's storage lies; of one without values, a number that no other storage has while it lives."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if is_memory_known(tensor) else storage._cdata
 
 
 def is_memory_known(tensor: Tensor) -> bool:
     """Whether the tensor has values: false on the meta device and for fake tensors."""
-    return tensor.device.type != "meta" and not _is_fake(tensor)
+    return not _is_fake(tensor) and tensor.device.type != "meta"  # in this order: a fake one is slow to tell its device
 
 
 def make_fake_meta(parameter: nn.Parameter) -> None:

@@ -367,7 +367,7 @@ _PLAIN = ("torch 2.13", "torch/optim: gradients and moments have the parameters'
 _DEEPSPEED = ("DeepSpeed 0.19.8", "deepspeed/runtime/zero/stage_1_and_2.py and stage3.py", None)
 _DEEPSPEED_FP32 = ("DeepSpeed 0.19.8", "deepspeed/runtime/bf16_optimizer.py (stage 1), zero/stage_1_and_2.py and stage3.py", None)
 _FSDP2 = ("torch 2.13", "torch/distributed/fsdp/_fully_shard: shards and reduced gradients keep the parameters' own type", 3)
-_DDP = ("torch 2.13", "torch/nn/parallel/distributed.py; the reducer's buckets are no part of it", 0)
+_DDP = ("torch 2.13", "torch/nn/parallel/distributed.py: gradients are views of the reducer's buckets, which stay", 0)
 _MEGATRON = "Megatron Core 0.19"
 _MEGATRON_SOURCE = "Megatron-LM docs/source/api-guide/dist_optimizer.md: bf16 parameters, fp32 gradients"
 
@@ -385,9 +385,9 @@ def _presets() -> Mapping[str, Convention]:
         _convention("fsdp2-fp32", (4, 4, 0, 8), _ALWAYS, _FSDP2, step),
         _convention("fsdp2-bf16", (4, 4, 0, 8), _ALWAYS, _FSDP2, step),  # MixedPrecisionPolicy: bf16 only while gathered
         _convention("fsdp2-pure-bf16", (2, 2, 0, 4), _ALWAYS, _FSDP2, step),
-        _convention("ddp-fp32", (4, 4, 0, 8), _NEVER, _DDP, step),
-        _convention("ddp-amp", (4, 4, 0, 8), _NEVER, _DDP, step),  # the casts of torch.autocast are activations
-        _convention("ddp-pure-bf16", (2, 2, 0, 4), _NEVER, _DDP, step),
+        _convention("ddp-fp32", (4, 4, 0, 8), _NEVER, _DDP),
+        _convention("ddp-amp", (4, 4, 0, 8), _NEVER, _DDP),  # the casts of torch.autocast are activations
+        _convention("ddp-pure-bf16", (2, 2, 0, 4), _NEVER, _DDP),
         _convention("megatron-bf16", (2, 4, 4, 8), _NEVER, (_MEGATRON, _MEGATRON_SOURCE, 0)),
         _convention("megatron-bf16-distributed", (2, 4, 4, 8), _STATE_ONLY, (_MEGATRON, _MEGATRON_SOURCE, 1)),
         _convention("fp32", (4, 4, 0, 8), zero, _PLAIN),

@@ -17,6 +17,7 @@ where it does.
 
 from collections.abc import Sequence
 
+from shardbook.forecasting import scratch
 from shardbook.forecasting.graph import Graph, Node, Value, Weight, as_view, has_gradient, view_of
 
 
@@ -198,7 +199,7 @@ class Operators(Graph):
         def rule(_: Node, grads: list[Value | None]) -> list[Value | None]:
             of_x = self.new(numel, width, "gradient of a norm's input")
             of_rows = [self.new(each[0], width, "gradient of a norm") if each and each[1] else None for each in rowwise]
-            sums = self.new(2 * columns if on_cpu else 0, width, "one thread's sums over rows")
+            sums = self.new(scratch.layer_norm_backward(columns, width) if on_cpu else 0, 1, "one thread's sums over rows")
             del sums
             return [of_x, *of_rows]
 
@@ -212,16 +213,16 @@ class Operators(Graph):
         query, _, _ = parts
         out = self.kept_or_new("attention", rows * heads * head_dim, query.width, "attention")
         sums = self.kept_or_new("attention", rows * heads, 4, "logarithms of sums")
-        scratch = self.new(0 if on_cuda else _forward_scratch(sequence, head_dim, query.width), 1, "scratch of attention")
-        del scratch
+        inside = self.new(0 if on_cuda else scratch.attention_forward(sequence, sequence, head_dim, query.width), 1, "scratch of attention")
+        del inside
         numels, width, query_numel = [part.numel for part in parts], query.width, query.numel
 
         def rule(_: Node, grads: list[Value | None]) -> list[Value | None]:
             results: list[Value | None] = [self.new(numel, width, "gradient of attention's input") for numel in numels]
             # FlashAttention-2 adds the queries' gradient up in fp32, and has a number for each row and head
-            nbytes = 4 * (query_numel + rows * heads) if on_cuda else _backward_scratch(sequence, width)
-            scratch = self.new(nbytes, 1, "scratch of attention")
-            del scratch
+            nbytes = 4 * (query_numel + rows * heads) if on_cuda else scratch.attention_backward(sequence, sequence, width)
+            inside = self.new(nbytes, 1, "scratch of attention")
+            del inside
             return results
 
         return self.result(out, parts, rule, [*parts, out, sums])
@@ -239,21 +240,3 @@ class Operators(Graph):
         return self.result(
             self.new(1, width, "loss"), [soft], lambda _, __: [self.new(numel, width, "gradient of log-probabilities")], [soft, total]
         )
-
-
-def _forward_scratch(sequence: int, head_dim: int, width: int) -> int:
-    """Bytes of one thread of ``cpu_flash_attention``: a block of scores, two rows, a block of results, in fp32."""
-    rows, columns = _block_of_scores(sequence)
-    reduced = rows * columns * width if width < 4 else 0
-    return 4 * (rows * columns + 2 * rows + rows * head_dim) + reduced
-
-
-def _backward_scratch(sequence: int, width: int) -> int:
-    """Bytes of one thread of ``cpu_flash_attention_backward``: two blocks of scores, in fp32 and in a narrower type, and a row of sums."""
-    rows, columns = _block_of_scores(sequence)
-    return 2 * rows * columns * (4 + (width if width < 4 else 0)) + 4 * rows
-
-
-def _block_of_scores(sequence: int) -> tuple[int, int]:
-    """Rows and columns that the CPU's kernel works on at a time."""
-    return min(256 if sequence >= 768 else 64 if sequence >= 192 else 32, sequence), min(512, sequence)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from shardbook.document import Curve, Item
 from shardbook.forecasting.conventions import Convention, Holding
 
 NOT_A_PEAK = "not a peak: activations, gathers, buffers and allocator come on top"
@@ -67,6 +68,54 @@ class StepForward:
     accounts_after: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What a model of the caching allocator makes of a simulated run: bytes at most, and how they lie at that instant.
+
+    Args:
+        settings: as in ``PYTORCH_CUDA_ALLOC_CONF``; "" for torch's defaults.
+        reserved, allocated: at most, each by itself.
+        fragmented: share of the reserved bytes that no tensor has, when most is reserved.
+        series: (place in the trace from 0 to 1, allocated, reserved), at most some hundreds.
+    """
+
+    settings: str
+    reserved: int
+    allocated: int
+    fragmented: float
+    series: tuple[tuple[float, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What a simulation knows beyond a forecast.
+
+    Args:
+        rank: which rank it was.
+        code: whose code ran.
+        first_peak, later_peak: bytes at the peak of the first step, and of those after it.
+        first_accounts: account to bytes at the first step's peak.
+        operator: that ran at the peak.
+        items: the largest storages then.
+        curve: accounts over the step whose peak it is.
+        assumptions: what was taken for granted where values would have decided, in sentences.
+        replayed: the caching allocator; None on a CPU.
+        seconds: that the simulation took.
+    """
+
+    rank: int
+    code: str
+    first_peak: int
+    later_peak: int
+    first_accounts: Mapping[str, int]
+    operator: str
+    items: tuple[Item, ...]
+    curve: Curve | None
+    assumptions: tuple[str, ...]
+    replayed: Replayed | None = None
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """Bytes on the rank that holds most.
@@ -94,6 +143,7 @@ class Forecast:
         state: bytes of the whole training state under the convention, unpartitioned.
         inputs: what the forecast was asked, for reports: micro_batch, sequence, degrees, budgets.
         warnings: what a person must know about the figures, for example another version of a peer.
+        witness: ``"closed form"``, or ``"simulation"``, which has ``simulated`` besides.
     """
 
     model: str
@@ -125,6 +175,8 @@ class Forecast:
     state: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     warnings: tuple[str, ...] = ()
+    witness: Literal["closed form", "simulation"] = "closed form"
+    simulated: Simulated | None = None
 
     @property
     def is_peak(self) -> bool:

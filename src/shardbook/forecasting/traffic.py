@@ -181,7 +181,11 @@ def flow_of_config(config: ZeroConfig, flow: Flow) -> Flow:
     precision, nbytes = config.precision, DTYPE_NBYTES
     ordered = config.reduction == "ordered" or (config.reduction == "auto" and flow.ranks <= 64)
     wire = nbytes[precision.param if ordered else precision.reduce]
-    if adds_locally(config):
+    if flow.engine == "ddp":
+        wire = nbytes[precision.master_dtype]  # gradients have the type in which parameters are stored
+    elif flow.engine == "fsdp2":
+        wire = nbytes[precision.reduce]
+    elif adds_locally(config):
         wire = max(wire, nbytes[precision.reduce], nbytes[precision.grad_dtype])
     return replace(
         flow,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardbook.accounts import Account
 from shardbook.events import Booking
-from shardbook.ledger.allocator import storage_of
+from shardbook.ledger.memory import REAL, Memory
 
 
 class Item:
@@ -66,8 +66,9 @@ class Items:
     ``move`` is told of every change: (account, unit, bytes, phase). A plain call, as there is one for most operators.
     """
 
-    def __init__(self, move: Callable[[Account, str, int, str], None]) -> None:
+    def __init__(self, move: Callable[[Account, str, int, str], None], memory: Memory = REAL) -> None:
         self._move = move
+        self._storage_of, self._address_of = memory.storage_of, memory.address_of
         self.live: dict[int, Item] = {}
         self.recent: list[Item] = []
         self.gathered: list[Item] = []  # in accounts whose storages are emptied and filled again
@@ -76,16 +77,16 @@ class Items:
 
     def find(self, tensor: Tensor) -> Item | None:
         """The item of a tensor's storage."""
-        storage = storage_of(tensor)
-        item = None if storage is None else self.live.get(storage.data_ptr())
+        storage = self._storage_of(tensor)
+        item = None if storage is None else self.live.get(self._address_of(storage))
         return item if item is not None and storage is not None and item.is_of(storage) else None
 
     def see(self, tensor: Tensor, account: Account, place: tuple[str, str], name: str) -> Item | None:
         """The item of a tensor's storage, opened if need be; ``place`` is (phase, unit). None: it has no memory of its own."""
-        storage = storage_of(tensor)
+        storage = self._storage_of(tensor)
         if storage is None or not (nbytes := storage.nbytes()):
             return None
-        address = storage.data_ptr()
+        address = self._address_of(storage)
         item = self.live.get(address)
         if item is not None:
             if item.is_of(storage) and item.nbytes == nbytes:
@@ -99,7 +100,7 @@ class Items:
 
     def take_older(self, tensor: Tensor, storage: torch.UntypedStorage, name: str) -> None:
         """A storage that was there before the books were opened, and that an engine may have told of already."""
-        known = self.live.get(storage.data_ptr())
+        known = self.live.get(self._address_of(storage))
         if known is None:
             item = self._see_first(tensor, storage, Account.UNACCOUNTED, ("before", ""), name)
             self.unclaimed[item.address] = item
@@ -113,17 +114,17 @@ class Items:
 
     def touch(self, tensor: Tensor, account: Account, name: str) -> None:
         """An operator uses a tensor: if it is older than the books and nobody's, it is the loop's."""
-        storage = storage_of(tensor)
-        item = None if storage is None else self.unclaimed.get(storage.data_ptr())
+        storage = self._storage_of(tensor)
+        item = None if storage is None else self.unclaimed.get(self._address_of(storage))
         if item is not None:
             self.know(item, account, name)
 
     def hang(self, storage: torch.UntypedStorage) -> None:
         """It hangs on a model: older and in no account, but not somebody else's."""
-        self.unclaimed.pop(storage.data_ptr(), None)
+        self.unclaimed.pop(self._address_of(storage), None)
 
     def _see_first(self, tensor: Tensor, storage: torch.UntypedStorage, account: Account, place: tuple[str, str], name: str) -> Item:
-        address, nbytes = storage.data_ptr(), storage.nbytes()
+        address, nbytes = self._address_of(storage), storage.nbytes()
         phase, unit = place
         item = Item(address, nbytes, account, unit, name, phase)
         item.shape, item.dtype = () if tensor.is_nested else tuple(tensor.shape), str(tensor.dtype)[6:]

@@ -23,15 +23,16 @@ from shardbook.document import RunDocument, Shortage, StepMemory
 from shardbook.errors import BudgetError, ConfigError, UsageError
 from shardbook.events import Booking, Event, Mark, Traffic
 from shardbook.ledger import assemble
-from shardbook.ledger.allocator import counter_of, is_profiling, live_storages, records_of, shown, storage_of
+from shardbook.ledger.allocator import is_profiling, shown
 from shardbook.ledger.counters import counters
 from shardbook.ledger.items import Items
 from shardbook.ledger.ledger import Ledger
+from shardbook.ledger.memory import REAL, Memory
 from shardbook.ledger.owners import Owners
 from shardbook.ledger.peers import module_of
 from shardbook.ledger.peers_naming import tensors_in
 from shardbook.ledger.places import Places
-from shardbook.ledger.reconcile import Blocks, StepLog, curve, place_of_peak, reconcile
+from shardbook.ledger.reconcile import Blocks, Height, StepLog, curve, heights, place_of_peak, reconcile
 from shardbook.ledger.shortage import Situation, asked_nbytes, shortage_of
 from shardbook.ledger.timeline import Timeline, clock_for
 from shardbook.ledger.watcher import Operator, Watcher, is_out_of_memory
@@ -76,7 +77,8 @@ def measure(
 class Measurement:
     """What :func:`measure` gives. Open it with ``with``; read it by :meth:`document`, also after an exception.
 
-    ``excluded`` are tensors of somebody else, that are neither measured nor booked; ``first_step`` is the number of the first step.
+    ``excluded`` are tensors of somebody else, that are neither measured nor booked; ``first_step`` is the number of the first step;
+    ``memory`` says what counts as memory.
     """
 
     _open_one: "Measurement | None" = None  # the profiler and the stack of dispatch modes are the process's own, so these can't nest
@@ -91,6 +93,7 @@ class Measurement:
         budget: int | None = None,
         excluded: Iterable[Tensor] = (),
         first_step: int = 1,
+        memory: Memory = REAL,
     ) -> None:
         _check(mode, budget)
         self.mode, self.budget = mode, budget
@@ -98,11 +101,12 @@ class Measurement:
         self.notes: list[str] = []
         self.shortage: Shortage | None = None
         self.num_steps = 0
+        self._memory = memory
         self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
         self._given = model, optimizer
         self._before_first = first_step - 1
         self._rank, self._num_ranks = 0, 1
-        self._places, self._items = Places(follows_units=mode == "full"), Items(self._book)
+        self._places, self._items = Places(follows_units=mode == "full"), Items(self._book, memory)
         self._watcher = Watcher(self._items, self._places, self._fail, self._move)
         self._highest: StepLog | None = None  # the step whose peak is highest so far
         self._steps: list[StepMemory] = []
@@ -172,6 +176,10 @@ class Measurement:
             notes = [f"of rank {self._rank} alone: the process group of the {self._num_ranks} ranks is gone, or has no store"]
         return assemble.document_of(parts, notes)
 
+    def heights(self, *, by_unit: bool = False) -> list[Height]:
+        """The highest instant of each phase, or of each unit in each phase, in the step whose peak was highest."""
+        return [] if self._highest is None else heights(self._highest, set(self._items.unclaimed.values()), by_unit=by_unit)
+
     def part(self) -> assemble.Part:
         """What this rank saw, as plain data."""
         if self._part is None and Measurement._open_one is not self:
@@ -187,7 +195,7 @@ class Measurement:
         self._find_rank()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._owners = Owners(model, optimizer, self._places, self._enter_root)
+        self._owners = Owners(model, optimizer, self._places, self._enter_root, self._memory)
         self._given = None, None  # from here on they are held by those whose they are
         self._stack.callback(self._owners.unhook)
         self._owners.hook(self._before_step, self._after_step)
@@ -204,7 +212,7 @@ class Measurement:
         """What hangs on a model is not somebody else's, though it is in no account."""
         with shown():
             for found in self._owners.hanging():
-                storage = found if isinstance(found, torch.UntypedStorage) else storage_of(found)
+                storage = found if isinstance(found, torch.UntypedStorage) else self._memory.storage_of(found)
                 if storage is not None and storage.nbytes() and storage.device.type == self._device.type:
                     if isinstance(found, torch.UntypedStorage):
                         self._items.take_older(torch.empty(0, dtype=torch.uint8).set_(storage), storage, _OLDER)
@@ -219,9 +227,9 @@ class Measurement:
         self._timeline.rank = self._rank
 
     def _take_base(self) -> None:
-        self._records = records_of(self._device)
+        self._records = self._memory.records(self._device)
         gc.collect()  # what is only waiting to be collected is nobody's
-        for address, (tensor, storage) in live_storages(self._device).items():
+        for address, (tensor, storage) in self._memory.live(self._device).items():
             if address not in self._excluded:
                 self._items.take_older(tensor, storage, _OLDER)
         self._take_hanging()
@@ -419,7 +427,9 @@ class Measurement:
             rank=self._rank,
             engine=self._owners.engine,
             mode=self.mode,
-            allocator=counter_of(self._device) if self.mode == "full" or self._device.type == "cuda" else "not measured: light mode",
+            allocator=self._memory.counter(self._device)
+            if self.mode == "full" or self._device.type == "cuda"
+            else "not measured: light mode",
             num_parameters=self._owners.num_parameters,
             seconds=self._seconds / 1e9,
             counters=found,

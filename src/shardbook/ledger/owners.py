@@ -15,6 +15,7 @@ from shardbook.errors import ConfigError
 from shardbook.events import Observer
 from shardbook.ledger.allocator import shown
 from shardbook.ledger.items import Items
+from shardbook.ledger.memory import REAL, Memory
 from shardbook.ledger.peers import Holding, engine_of, holdings, module_of
 from shardbook.ledger.places import Places
 from shardbook.ledger.reach import reached
@@ -26,8 +27,14 @@ class Owners:
     """See the file's header. ``enter_root`` is told of each call of a model, with its arguments, before anything else happens."""
 
     def __init__(
-        self, model: Any, optimizer: Optimizer | None, places: Places, enter_root: Callable[[tuple[Any, ...], dict[str, Any]], None]
+        self,
+        model: Any,
+        optimizer: Optimizer | None,
+        places: Places,
+        enter_root: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        memory: Memory = REAL,
     ) -> None:
+        self._memory = memory
         self._models: list[_Known] = []
         self._optimizers: list[weakref.ref[Any]] = [] if optimizer is None else [weakref.ref(optimizer)]
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -92,13 +99,13 @@ class Owners:
     def held(self) -> Iterator[Holding]:
         """Everything that models and optimizers hold now; a storage may come twice, first where it belongs."""
         if len(self.models) == 1 and len(self.optimizers) <= 1:
-            yield from holdings(self.models[0], next(iter(self.optimizers), None))
+            yield from holdings(self.models[0], next(iter(self.optimizers), None), self._memory)
             return
         for model in self.models:
-            yield from holdings(model, None)
+            yield from holdings(model, None, self._memory)
         for optimizer in self.optimizers:
             for model in self.models or (None,):
-                yield from holdings(model, optimizer)
+                yield from holdings(model, optimizer, self._memory)
 
     def hanging(self) -> Iterator[Any]:
         """Tensors and storages that the models' modules reach in any way: attributes, containers, closures, classes of their own."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardbook.accounts import Account
 from shardbook.ledger import peers_deepspeed, peers_fsdp2, peers_shardbook
-from shardbook.ledger.allocator import storage_of
+from shardbook.ledger.memory import REAL, Memory
 from shardbook.ledger.peers_naming import Found, Tree, class_names, local, parts, tensors_in, unit_of
 
 _ORDER = {
@@ -75,12 +75,13 @@ def module_of(model: Any) -> nn.Module:
     return module if isinstance(module, nn.Module) else module.model
 
 
-def holdings(model: Any, optimizer: Any) -> Iterator[Holding]:
+def holdings(model: Any, optimizer: Any, memory: Memory = REAL) -> Iterator[Holding]:
     """Every tensor that ``model`` and ``optimizer`` hold now: each storage once, in the first account that claims it.
 
     Args:
         model: a module, what wraps it (DDP, DeepSpeed's engine), a shardbook engine, or None.
         optimizer: torch's, or DeepSpeed's around it, or None.
+        memory: which storages count.
 
     Storages without memory, and tensors on the meta device, are left out.
 
@@ -95,7 +96,7 @@ def holdings(model: Any, optimizer: Any) -> Iterator[Holding]:
             for part in (tensor,) if tensor.layout is torch.strided else parts(tensor):
                 if part.is_meta or part.layout is not torch.strided:
                     continue
-                storage = storage_of(part)
+                storage = memory.storage_of(part)
                 if storage is not None and storage._cdata not in claimed and storage.nbytes():
                     claimed.add(storage._cdata)
                     held.append(Holding(account=account, name=name, unit=unit, tensor=part))

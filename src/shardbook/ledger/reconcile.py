@@ -244,6 +244,49 @@ def reconcile(log: StepLog, rank: int, base: int, apart: Collection[Item] = ()) 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Height:
+    """The highest instant of one phase: where it was, what the allocator held and what the books say it was."""
+
+    phase: str
+    unit: str
+    allocated: int
+    books: Mapping[str, int]
+
+
+def heights(log: StepLog, apart: Collection[Item] = (), *, by_unit: bool = False) -> list[Height]:
+    """The highest instant of each phase of a step, in the order in which phases begin; ``by_unit``: of each unit in each phase."""
+    reader = Reader(log, apart)
+    highest: dict[tuple[str, str], tuple[int, int, str]] = {}
+    running = sum(block.nbytes for block in log.before.values()) + log.unknown - sum(item.nbytes for item in apart)
+    live = {address: block.nbytes for address, block in log.before.items()}
+    following = 0
+    for change in log.changes:
+        running -= live.pop(change.address, 0)
+        if change.nbytes > 0:
+            live[change.address] = change.nbytes
+            running += change.nbytes
+        while following < len(log.operators) and log.operators[following].begin <= change.nanoseconds:
+            following += 1
+        operator = log.operators[following - 1] if following else None
+        phase, unit = ("between", "") if operator is None else (operator.phase, operator.unit)
+        key = phase, unit if by_unit else ""
+        if key not in highest or running > highest[key][0]:
+            highest[key] = running, change.nanoseconds, unit
+    return [
+        Height(phase=phase, unit=unit, allocated=allocated, books=_books(reader, instant))
+        for (phase, _), (allocated, instant, unit) in highest.items()
+    ]
+
+
+def _books(reader: Reader, instant: int) -> dict[str, int]:
+    books: defaultdict[str, int] = defaultdict(int)
+    for block, held in reader.at(instant):
+        books[held.account] += held.nbytes
+        books[Account.UNACCOUNTED] += block.nbytes - held.nbytes
+    return {str(account): books[account] for account in Account if books[account]}
+
+
 def place_of_peak(log: StepLog) -> tuple[str, str]:
     """(phase, unit) in which the peak of a step was."""
     index = bisect_right(log.operators, log.peak.instant, key=lambda operator: operator.begin) - 1

@@ -40,6 +40,9 @@ _TOUCHED = {"between": (Account.INPUT, "read by the loop"), "backward": (Account
 before the measurement has left; else something that the model reads as it would a buffer."""
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 @dataclass(slots=True)
 class Operator:
     """One operator as it ran: nanoseconds of ``time.perf_counter_ns``. ``staged``: bytes that its transport copies unseen."""
@@ -82,8 +85,8 @@ class Watcher(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a sharded tensor: what it does inside comes by
-        if os.getpid() != self._process:
-            return func(*args, **(kwargs or {}))  # a child of this process, such as a worker that loads data
+        if func is _DEVICE or os.getpid() != self._process:
+            return func(*args, **(kwargs or {}))  # it makes nothing; or a child of this process, such as a worker that loads data
         phase, unit = place = self._places.now()
         operator = Operator(time.perf_counter_ns(), sys.maxsize, func.__name__, phase, unit)
         if not self.operators or (self.operators[-1].phase, self.operators[-1].unit) != place:

@@ -1,0 +1,1 @@
+"""The engines themselves on fake tensors: ``sb.simulate``."""

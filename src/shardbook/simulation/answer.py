@@ -1,0 +1,181 @@
+"""What the ledger wrote of a simulated run, as a forecast: the same record that the closed form fills."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardbook.checks import DTYPE_NBYTES
+from shardbook.forecasting import above, bottleneck
+from shardbook.forecasting.conventions import ACCOUNTS, PRESETS, Convention
+from shardbook.forecasting.result import Above, Forecast, PhasePeak, Simulated
+from shardbook.ledger.reconcile import Height
+from shardbook.simulation.asked import Asked
+from shardbook.simulation.cuda_workspaces import held
+from shardbook.simulation.observe import Observed
+from shardbook.simulation.run import Model, Run
+
+SOURCES = {
+    "shardbook": "shardbook's engine on fake tensors",
+    "fsdp2": "FSDP2's own code on fake tensors",
+    "ddp": "DistributedDataParallel's own code on fake tensors",
+}
+
+
+def answer(asked: Asked, run: Run, model: Model) -> Forecast:
+    """See the file's header. ``model`` is the whole one, of which ``run`` may have had a few blocks."""
+    run = _with_libraries(asked, run)
+    highest = _highest(run.later)
+    accounts = {account: nbytes for account, nbytes in highest.books.items() if nbytes}
+    convention = _convention(asked, run.optimizer)
+    step = bottleneck.step_forward(_situation(asked, accounts, convention, highest.phase))
+    dominant = bottleneck.dominant(accounts)
+    reserved = None if run.replayed is None else (run.replayed.reserved, run.replayed.reserved)
+    return Forecast(
+        model=model.name,
+        num_parameters=model.num_parameters,
+        source=SOURCES[asked.engine],
+        engine=asked.engine,
+        ranks=asked.ranks,
+        stage=asked.config.stage,
+        convention=convention,
+        accounts=accounts,
+        persistent=sum(run.later.after.get(account, 0) for account in ACCOUNTS),
+        peak_allocated=highest.allocated,
+        peak_reserved=reserved,
+        peak_phase=highest.phase,
+        peak_where=highest.unit,
+        dominant=dominant,
+        next_dominant=dominant if step is None else bottleneck.dominant(step.accounts_after),
+        not_modelled=_not_modelled(asked),
+        sent=run.sent,
+        phases=(*_phases(run.later, first=False), *_phases(run.first, first=True)),
+        above=_above(asked, run, accounts),
+        step_forward=step,
+        largest_tensor=model.largest_tensor,
+        weights=model.num_parameters * DTYPE_NBYTES[asked.config.precision.param],
+        state=convention.state(model.num_parameters, model.num_trainable),
+        inputs=_inputs(asked),
+        warnings=_warnings(run),
+        witness="simulation",
+        simulated=_simulated(asked, run),
+    )
+
+
+def _convention(asked: Asked, optimizer: Any) -> Convention:
+    precision = asked.config.precision
+    if asked.engine == "shardbook":
+        return Convention.of_precision(precision, optimizer)
+    narrow = "fp32" if precision.param == "fp32" else "bf16" if asked.engine == "fsdp2" else "amp"
+    name = f"{asked.engine}-{narrow}" if precision.has_master or narrow == "fp32" else f"{asked.engine}-pure-bf16"
+    return PRESETS[name].with_optimizer(optimizer)
+
+
+def _situation(asked: Asked, accounts: Mapping[str, int], convention: Convention, phase: str) -> bottleneck.Situation:
+    return bottleneck.Situation(
+        accounts=accounts,
+        convention=convention,
+        engine=asked.engine,
+        stage=asked.config.stage,
+        ranks=asked.ranks,
+        phase=phase,
+        ahead=asked.config.prefetch.ahead,
+    )
+
+
+def _highest(observed: Observed) -> Height:
+    return max(observed.heights, key=lambda height: height.allocated)
+
+
+def _phases(observed: Observed, *, first: bool) -> list[PhasePeak]:
+    best: dict[str, Height] = {}
+    for one in observed.heights:
+        if one.phase not in best or one.allocated > best[one.phase].allocated:
+            best[one.phase] = one
+    return [
+        PhasePeak(phase=one.phase, where=one.unit, accounts={name: nbytes for name, nbytes in one.books.items() if nbytes}, first=first)
+        for one in best.values()
+    ]
+
+
+def _with_libraries(asked: Asked, run: Run) -> Run:
+    """What a device's libraries take with their first use and keep is part of every instant."""
+    if asked.device is None:
+        return run
+    kept = held(asked.device.name)
+
+    def more(one: Height) -> Height:
+        books = {**one.books, "WORKSPACE": one.books.get("WORKSPACE", 0) + kept}
+        return replace(one, allocated=one.allocated + kept, books=books)
+
+    def with_libraries(observed: Observed) -> Observed:
+        return replace(observed, heights=tuple(map(more, observed.heights)))
+
+    return replace(run, first=with_libraries(run.first), later=with_libraries(run.later))
+
+
+def _above(asked: Asked, run: Run, accounts: Mapping[str, int]) -> tuple[Above, ...]:
+    """Context and communicators as the closed form has them; what is reserved comes from the replay."""
+    if asked.device is None:
+        return ()
+    around = above.Surroundings(
+        device=asked.device.name,
+        ranks=asked.ranks,
+        groups=int(asked.ranks > 1),
+        settled=sum(nbytes for account, nbytes in accounts.items() if account in ACCOUNTS),
+    )
+    allocated = sum(accounts.values())
+    found = [line for line in above.lines(allocated, around) if line.name != "reserved"]
+    if run.replayed is not None:
+        beyond = max(0, run.replayed.reserved - allocated)
+        source = "a model of PyTorch's caching allocator, fed with the simulated run (docs/allocator.md)"
+        found.insert(0, Above(name="reserved", low=beyond, high=beyond, source=source))
+    return tuple(found)
+
+
+def _simulated(asked: Asked, run: Run) -> Simulated:
+    first, later = _highest(run.first), _highest(run.later)
+    written = run.later.document.reconciliations[0]
+    return Simulated(
+        rank=asked.rank,
+        code=SOURCES[asked.engine],
+        first_peak=first.allocated,
+        later_peak=later.allocated,
+        first_accounts={account: nbytes for account, nbytes in first.books.items() if nbytes},
+        operator=written.operator,
+        items=written.items,
+        curve=next(iter(run.later.document.curves), None),
+        assumptions=(*run.assumptions, *_extrapolation(run)),
+        replayed=run.replayed,
+        seconds=run.seconds,
+    )
+
+
+def _extrapolation(run: Run) -> tuple[str, ...]:
+    if run.blocks is None:
+        return ()
+    told = (
+        f"the model's repeated blocks are alike: {run.blocks} of them ran, and the rest follow on straight lines that were looked at"
+        " (largest storages and curve are of the short model; blocks='all' runs everything)"
+    )
+    return (told,)
+
+
+def _not_modelled(asked: Asked) -> tuple[str, ...]:
+    if asked.device is None:
+        return ("a device: what its kernels take and its caching allocator reserves; give device=",)
+    return (f"kernels of {asked.device.name} have not been validated on a GPU, nor has the model of its caching allocator",)
+
+
+def _warnings(run: Run) -> tuple[str, ...]:
+    first, later = (_highest(one).allocated for one in (run.first, run.later))
+    if first > later:
+        return (f"the first step takes most: {first:,} bytes, {first - later:,} more than those after it, whose peak is shown",)
+    return ()
+
+
+def _inputs(asked: Asked) -> dict[str, Any]:
+    config, device = asked.config, asked.device
+    told: dict[str, Any] = dict.fromkeys(("micro_batch", "sequence", "state", "activations", "temporary"))
+    told |= {"tensor": 1, "context": 1, "expert": 1, "accumulate": config.accumulate, "recompute": config.recompute.policy}
+    told |= {"precision": config.precision.param, "device": device and device.name, "device_memory": device and device.memory}
+    return told

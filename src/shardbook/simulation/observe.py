@@ -1,0 +1,40 @@
+"""A step of a trainer, with the ledger looking on: what it writes of it is what it would write of a real one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardbook.document import RunDocument
+from shardbook.ledger.measurement import Measurement
+from shardbook.ledger.reconcile import Height
+from shardbook.simulation.memory import FakeMemory
+from shardbook.simulation.trainers import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """``heights``: the highest instant of each phase. ``after``: account to bytes when the step is over."""
+
+    document: RunDocument
+    heights: tuple[Height, ...]
+    after: Mapping[str, int]
+
+
+def observe(trainer: Trainer, build_batch: Callable[[], Any], memory: FakeMemory, *, accumulate: int, by_unit: bool) -> Observed:
+    """Take a step and write it down; ``by_unit``: heights of each unit in each phase."""
+    run = Measurement(trainer.model, trainer.optimizer, mode="full", memory=memory)
+    with run:
+        take_step(trainer, build_batch, accumulate)
+    heights = run.heights(by_unit=by_unit)
+    trainer.settle()
+    after = {str(account): nbytes for (account, _), nbytes in run.ledger.balances().items() if nbytes}
+    return Observed(document=run.document(), heights=tuple(heights), after=after)
+
+
+def take_step(trainer: Trainer, build_batch: Callable[[], Any], accumulate: int) -> None:
+    """All micro-batches of a step, and the step."""
+    for number in range(accumulate):
+        batch = build_batch()
+        trainer.micro_batch(batch, last=number == accumulate - 1)
+        del batch
+    trainer.step()

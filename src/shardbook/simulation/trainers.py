@@ -1,0 +1,103 @@
+"""Who trains in a simulation, behind one signature: shardbook's engine here, others' own code in `peers`."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardbook.config import ZeroConfig
+from shardbook.engine.engine import Engine
+from shardbook.errors import ConfigError
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+Loss = Callable[[Any], tuple[Tensor, Any]]
+
+
+class Trainer(Protocol):
+    """Something that takes steps."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What a person would call."""
+        ...
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What a person would hold."""
+        ...
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What it takes for granted, in sentences."""
+        ...
+
+    def micro_batch(self, batch: Any, *, last: bool) -> None:
+        """Forward and backward; ``last``: of a step."""
+        ...
+
+    def step(self) -> None:
+        """Clip, update, forget the gradients."""
+        ...
+
+    def settle(self) -> None:
+        """Await what a step left under way."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Own:
+    """shardbook's engine, as it is."""
+
+    assumptions = ("gradients are finite: no step is skipped, none is clipped to nothing",)
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory, config: ZeroConfig, loss: Loss) -> None:
+        self.model: nn.Module = model
+        self._loss, self._stage = loss, config.stage
+        self.optimizer: Optimizer = optimizer(model.parameters())
+        self._engine = Engine(model, self.optimizer, config)
+
+    def micro_batch(self, batch: Any, *, last: bool) -> None:
+        output = called(self._engine, batch)  # which most loops hold until backward is over
+        loss, weight = self._loss(output)
+        self._engine.backward(loss, weight=weight)
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def settle(self) -> None:
+        with self._engine.gathered() if self._stage < 3 else nullcontext():
+            pass
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def called(model: Callable[..., Any], batch: Any) -> Any:
+    """The model's output of one batch: a tuple's items are its arguments, a mapping's its keywords, a tensor is the only one."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return model(*batch)
+    return model(batch)
+
+
+def usual_loss(output: Any) -> tuple[Tensor, Any]:
+    """(loss, weight) of what models give: that pair; a loss alone, or an object with one, which counts 1.
+
+    Raises:
+        ConfigError: nothing of the kind.
+    """
+    found = getattr(output, "loss", output)
+    if isinstance(found, (tuple, list)) and len(found) == 2:  # pyright: ignore[reportUnknownArgumentType]
+        return found[0], found[1]
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found, None
+    what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(output).__name__}"
+    raise ConfigError(
+        f"loss = None: the model gave {what}; allowed are (loss_sum, weight), a scalar loss or an output with .loss; give loss="
+    )

@@ -1,4 +1,7 @@
-"""``shardbook forecast``: will it fit, account by account, before anything runs. Needs no torch, except for a model from a file."""
+"""``shardbook forecast``: will it fit, account by account, before anything runs.
+
+Needs no torch, except for a model from a file, and to simulate.
+"""
 
 import json as jsonlib
 import sys
@@ -22,7 +25,8 @@ from shardbook.cli.forecast_question import (
     parse_sweep,
 )
 from shardbook.cli.forecast_settings import Settings
-from shardbook.cli.meta_model import build, is_builder
+from shardbook.cli.meta_model import Builder, is_builder, load
+from shardbook.cli.simulate import Simulation
 from shardbook.errors import ConfigError
 from shardbook.facts.find import resolve
 from shardbook.forecasting.result import Forecast
@@ -67,6 +71,9 @@ class ForecastOptions:
     compare_stages: Annotated[bool, _option("the four stages side by side", "")] = False
     sweep: Annotated[str | None, _option("one row for each value of ranks, micro_batch, sequence, stage, ...", "ranks=1,8,64")] = None
     explain: Annotated[bool, _option("every term with formula and source", "")] = False
+    simulate: Annotated[bool, _option("run the engine itself on tensors without values, beside the closed form; needs torch", "")] = False
+    rank: Annotated[str | None, _option("with --simulate: which rank to be (default: 0)", "N")] = None
+    allocator: Annotated[str | None, _option("with --simulate and --device: as PYTORCH_CUDA_ALLOC_CONF", "TEXT")] = None
     save: Annotated[Path | None, _option("write the picture: .svg, .png or .html", "FILE")] = None
     json: Annotated[bool, _option("print everything as JSON", "")] = False
 
@@ -75,12 +82,28 @@ class ForecastOptions:
         beside = [name for name, given in (("--compare-stages", self.compare_stages), ("--explain", self.explain)) if given]
         if self.sweep is not None and beside:
             raise ConfigError(f"--sweep {self.sweep} with {beside[0]}: a sweep has one row for each value; leave one of them out")
+        self._check_simulation()
         if self.save is not None:
             check(self.save)
 
-    def question(self) -> Question:
+    def _check_simulation(self) -> None:
+        if self.simulate:
+            for name, given in (("--sweep", self.sweep), ("--compare-stages", self.compare_stages)):
+                if given:
+                    raise ConfigError(f"{name} with --simulate: one setting is simulated at a time; leave one of them out")
+        else:
+            for name in ("rank", "allocator"):
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigError(f"--{name} {value}: allowed is it with --simulate, which looks at one rank; add --simulate")
+
+    def simulation(self, question: Question, builder: Builder | None) -> Simulation:
+        """The same question for the engine itself."""
+        rank = _count(self.rank, "--rank") or 0
+        return Simulation(question=question, model=self.model, builder=builder, rank=rank, allocator=self.allocator)
+
+    def question(self, builder: Builder | None = None) -> Question:
         """The call of the library that these options mean. The model's facts are found once, for all the questions."""
-        model = resolve(build(self.model) if is_builder(self.model) else self.model)
+        model = resolve(self.model if builder is None else builder.on_meta())
         arguments = self._arguments()
         settings = Settings(
             engine=self.engine,
@@ -123,12 +146,16 @@ class ForecastOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """Everything that was computed. ``swept`` is what was varied, and ``cases`` its values."""
+    """Everything that was computed. ``swept`` is what was varied, and ``cases`` its values.
+
+    ``closed_form`` is the other witness where ``forecast`` is a simulation's.
+    """
 
     forecast: Forecast
     stages: Sequence[Case]
     swept: str = ""
     cases: Sequence[Case] = ()
+    closed_form: Forecast | None = None
 
     @property
     def code(self) -> int:
@@ -158,13 +185,25 @@ def forecast(options: Annotated[ForecastOptions, tyro.conf.arg(name=""), tyro.co
 
 
 def _answer(options: ForecastOptions) -> _Answer:
-    question = options.question()
+    builder = load(options.model) if is_builder(options.model) else None
+    question = options.question(builder)
+    if options.simulate:
+        closed_form = question.answer()
+        told = options.simulation(question, builder).answer()
+        return _Answer(forecast=_with_lever(told, closed_form), stages=(), closed_form=closed_form)
     swept, values = parse_sweep(options.sweep) if options.sweep is not None else ("", [])
     if swept:  # the first value stands for the rest, so that what is wrong with the question itself is said once
         question = question.with_value(swept, values[0])
     found = question.answer()
     compared = question if options.compare_stages or options.save is not None else question.persistent_only()
     return _Answer(forecast=found, stages=compared.stages(found), swept=swept, cases=question.sweep(swept, values) if swept else ())
+
+
+def _with_lever(simulated: Forecast, closed_form: Forecast) -> Forecast:
+    """What to turn next: arithmetic knows more of it than a run does, as long as both see the same bottleneck."""
+    if not closed_form.is_peak or simulated.dominant != closed_form.dominant:
+        return simulated
+    return replace(simulated, step_forward=closed_form.step_forward, next_dominant=closed_form.next_dominant)
 
 
 def _show(answer: _Answer, options: ForecastOptions) -> None:
@@ -174,18 +213,24 @@ def _show(answer: _Answer, options: ForecastOptions) -> None:
     if answer.cases:
         show_sweep(answer.swept, answer.cases, answer.forecast, console)
         return
-    show(answer.forecast, console, answer.stages, compare=options.compare_stages)
+    show(answer.forecast, console, answer.stages, compare=options.compare_stages, beside=answer.closed_form)
     if options.explain:
-        console.print(explained(answer.forecast))
+        console.print(explained(answer.closed_form or answer.forecast))
 
 
 def _json(answer: _Answer) -> dict[str, Any]:
     swept = {"sweep": {"name": answer.swept, "cases": cases_json(answer.cases)}} if answer.cases else {}
-    return {**forecast_json(answer.forecast), "stages": cases_json(answer.stages), **swept}
+    beside = {} if answer.closed_form is None else {"closed_form": forecast_json(answer.closed_form)}
+    return {**forecast_json(answer.forecast), "stages": cases_json(answer.stages), **swept, **beside}
 
 
 def _save(path: Path, answer: _Answer) -> None:
-    """The values of the sweep, or else the four stages."""
+    """The values of the sweep, or the two witnesses, or else the four stages."""
+    if answer.closed_form is not None:
+        witnesses = [Case(label=one.witness, forecast=one) for one in (answer.closed_form, answer.forecast)]
+        save(path, answer.forecast, witnesses, "witness")
+        print(f"written to {path}", file=sys.stderr)
+        return
     name = answer.swept.replace("_", "-") or "stage"
     cases = [replace(case, label=f"{name} {case.label}") for case in answer.cases or answer.stages]
     save(path, answer.forecast, cases, name)

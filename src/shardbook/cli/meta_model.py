@@ -1,7 +1,9 @@
-"""``file.py:build``: somebody's model, built on the meta device, where it holds no bytes."""
+"""``file.py:build``: somebody's model, built on the meta device, where it holds no bytes, or under the fake mode of a simulation."""
 
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +25,51 @@ def is_builder(text: str) -> bool:
     return text.endswith(".py") or _PATTERN.fullmatch(text) is not None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """Functions of a Python file. ``batch``: its function of that name, or None."""
+
+    text: str
+    name: str
+    function: Callable[[], Any]
+    batch: Callable[[int, int], Any] | None = None
+
+    def on_meta(self) -> Any:
+        """The module that the function returns under ``torch.device("meta")``.
+
+        Raises:
+            ConfigError: the code raises, or returns no module.
+        """
+        import torch
+
+        try:
+            with torch.device("meta"):
+                model = self.function()
+        except Exception as error:  # whatever somebody's code raises
+            raise self.broken(f"{self.name}()", error) from error
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model = {self.text!r}: {self.name}() returned a {type(model).__name__}; it must return an nn.Module")
+        return model
+
+    def broken(self, where: str, error: Exception) -> ConfigError:
+        """What somebody's code raised, in one line."""
+        return _broken(self.text, where, error)
+
+
 def build(text: str) -> Any:
     """The module that ``file.py:function`` returns under ``torch.device("meta")``.
 
     Raises:
-        ConfigError: no function named; no such file or function; torch is missing; the code raises, or returns no module.
+        ConfigError: as :func:`load` and :meth:`Builder.on_meta`.
+    """
+    return load(text).on_meta()
+
+
+def load(text: str) -> Builder:
+    """The function that ``file.py:function`` names; the file has run.
+
+    Raises:
+        ConfigError: no function named; no such file or function; torch is missing; the file's code raises.
     """
     found = _PATTERN.fullmatch(text)
     if found is None:
@@ -37,21 +79,13 @@ def build(text: str) -> Any:
         raise ConfigError(f"model = {text!r}: {path} is {'no file' if path.exists() else 'not there'}; give the file that builds the model")
     if find_spec("torch") is None:
         raise ConfigError(NO_TORCH)
-    import torch
-
     module = _run(path, text)
     builder = getattr(module, name, None)
     if not callable(builder):
         known = [key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module.__name__]
         raise ConfigError(f"model = {text!r}: {path} has no function {name}; it has {', '.join(known) or 'none'}")
-    try:
-        with torch.device("meta"):
-            model = builder()
-    except Exception as error:  # whatever somebody's code raises
-        raise _broken(text, f"{name}()", error) from error
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model = {text!r}: {name}() returned a {type(model).__name__}; it must return an nn.Module")
-    return model
+    batch = getattr(module, "batch", None)
+    return Builder(text=text, name=name, function=builder, batch=batch if callable(batch) else None)
 
 
 def _run(path: Path, text: str) -> ModuleType:

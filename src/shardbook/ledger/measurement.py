@@ -176,9 +176,9 @@ class Measurement:
             notes = [f"of rank {self._rank} alone: the process group of the {self._num_ranks} ranks is gone, or has no store"]
         return assemble.document_of(parts, notes)
 
-    def heights(self, *, by_unit: bool = False) -> list[Height]:
-        """The highest instant of each phase, or of each unit in each phase, in the step whose peak was highest."""
-        return [] if self._highest is None else heights(self._highest, set(self._items.unclaimed.values()), by_unit=by_unit)
+    def heights(self, *, finely: bool = False) -> list[Height]:
+        """The highest instant of each phase in the step whose peak was highest; ``finely``: of each unit and operator in it."""
+        return [] if self._highest is None else heights(self._highest, set(self._items.unclaimed.values()), finely=finely)
 
     def part(self) -> assemble.Part:
         """What this rank saw, as plain data."""

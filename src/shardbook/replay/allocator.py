@@ -43,8 +43,9 @@ class Allocator:
         self._blocks: dict[int, Block] = {}
         self._waiting: dict[int, Block] = {}
         self._complete: list[int] = []
-        # allocations without memory: of 0 bytes, or refused; and waiting ones that a synchronisation has freed already
-        self._without_memory: set[int] = set()
+        # allocations without memory, of 0 bytes or refused, and whether another stream uses them; and those that wait for nothing
+        # any more although their completion is still to be told
+        self._without_memory: dict[int, bool] = {}
         self._synchronized: set[int] = set()
         self._divisions = self.settings.divisions
 
@@ -76,13 +77,13 @@ class Allocator:
         if id in self._blocks or id in self._waiting or id in self._without_memory:
             refuse(f"alloc of id {id}", "an id that is not in use", "free it first, or number the allocations")
         if nbytes == 0:
-            self._without_memory.add(id)
+            self._without_memory[id] = False
             return None
         wanted = block_nbytes(nbytes, self._divisions)
         pool = self._state.pool(wanted)
         block = self._cached(pool, stream, wanted) or self._fresh(pool, stream, wanted)
         if block is None:
-            self._without_memory.add(id)
+            self._without_memory[id] = False
             return self._shortage(wanted, label)
         self._blocks[id] = self._hand_out(block, wanted, nbytes)
         return None
@@ -94,7 +95,8 @@ class Allocator:
             ConfigError: nothing of that id is allocated.
         """
         if id in self._without_memory:
-            self._without_memory.discard(id)
+            if self._without_memory.pop(id):
+                self._synchronized.add(id)
             return
         block = self._blocks.pop(id, None)
         if block is None:
@@ -111,6 +113,7 @@ class Allocator:
     def use(self, id: int, stream: int) -> None:  # noqa: A002
         """``stream`` works on ``id`` as well: ``record_stream``. Its own stream does not count."""
         if id in self._without_memory:
+            self._without_memory[id] = True
             return
         if id not in self._blocks:
             refuse(f"use of id {id} on stream {stream}", "an id that is allocated", "record a use before the free")

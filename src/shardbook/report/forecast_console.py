@@ -12,6 +12,7 @@ from shardbook.forecasting.result import Forecast
 from shardbook.report.forecast_bar import bar, labels, swatch
 from shardbook.report.forecast_beside import cases_table, stages_table
 from shardbook.report.forecast_figures import ABOVE, Case, Scale, both, device_memory, partitions, scale_for, stacked
+from shardbook.report.forecast_simulated import ITEM_HEADS, WITNESS_HEADS, item_rows, simulated_lines, witness_rows, witness_words
 from shardbook.report.forecast_words import (
     bottleneck_lines,
     heading,
@@ -30,20 +31,25 @@ from shardbook.tables.sizes import percent
 __all__ = ["explained", "show", "show_sweep"]
 
 
-def show(forecast: Forecast, console: Console, stages: Sequence[Case] = (), *, compare: bool = False) -> None:
-    """Prints a forecast; ``stages`` are the four stages, whose peaks ``compare`` shows as well."""
-    for part in parts(forecast, console.width, stages, compare=compare):
+def show(
+    forecast: Forecast, console: Console, stages: Sequence[Case] = (), *, compare: bool = False, beside: Forecast | None = None
+) -> None:
+    """Prints a forecast; ``stages`` are the four stages, whose peaks ``compare`` shows as well. ``beside``: another witness."""
+    for part in parts(forecast, console.width, stages, compare=compare, beside=beside):
         console.print(part)
     console.print()
 
 
-def parts(forecast: Forecast, width: int, stages: Sequence[Case] = (), *, compare: bool = False) -> Iterator[RenderableType]:
+def parts(
+    forecast: Forecast, width: int, stages: Sequence[Case] = (), *, compare: bool = False, beside: Forecast | None = None
+) -> Iterator[RenderableType]:
     """What is printed, top to bottom."""
     yield from asked(forecast)
     yield Text()
     yield stack(forecast, width)
     yield accounts_table(forecast)
     yield Text(peak_line(forecast), style="bold")
+    yield from simulation(forecast, beside)
     if forecast.phases:
         yield phases_table(forecast)
     if forecast.above:
@@ -104,6 +110,32 @@ def accounts_table(forecast: Forecast) -> Table:
     table.add_row("", "peak" if forecast.is_peak else "state", *_amounts(scale, whole), percent(whole, whole), "")
     if beyond := found.get(ABOVE):
         table.add_row(swatch(ABOVE, len(found) - 1), "above it", *_amounts(scale, beyond), "", "at least")
+    return table
+
+
+def simulation(forecast: Forecast, closed_form: Forecast | None) -> Iterator[RenderableType]:
+    """What a simulation says besides, and both witnesses beside each other; nothing for a closed form."""
+    if forecast.simulated is None:
+        return
+    scale = scale_for(forecast.peak_allocated)
+    yield from (Text(line) for line in simulated_lines(forecast, forecast.simulated))
+    if closed_form is not None:
+        rows = list(witness_rows(forecast, closed_form, scale))
+        yield _table(f"two witnesses, {scale.decimal_unit}", WITNESS_HEADS, rows, right=WITNESS_HEADS[1:], last_apart=True)
+        if words := witness_words(closed_form):
+            yield Text(words)
+    heads = (scale.decimal_unit, *ITEM_HEADS[1:])
+    yield _table("largest storages at the peak", heads, list(item_rows(forecast.simulated.items, scale)), right=heads[:1])
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str], last_apart: bool = False) -> Table:
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left", overflow="fold")
+    for number, row in enumerate(rows):
+        if last_apart and number == len(rows) - 1:
+            table.add_section()
+        table.add_row(*(escape(cell) for cell in row))
     return table
 
 

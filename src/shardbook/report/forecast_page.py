@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from shardbook.forecasting.result import NOT_A_PEAK, Forecast
 from shardbook.report import markup
 from shardbook.report.forecast_charts import caption, description, legend, stacks
-from shardbook.report.forecast_figures import ABOVE, Case, amount, both, device_memory, held, partitions, saved, stacked, verdict
+from shardbook.report.forecast_figures import ABOVE, Case, amount, both, device_memory, held, partitions, saved, scale_for, stacked, verdict
+from shardbook.report.forecast_simulated import ITEM_HEADS, WITNESS_HEADS, item_rows, simulated_lines, witness_rows
 from shardbook.report.forecast_words import (
     bottleneck_lines,
     gb,
@@ -29,6 +30,7 @@ def page(forecast: Forecast, cases: Sequence[Case], name: str) -> str:
     header = [*(markup.text("p", line, "soft") for line in lines if line), markup.cards(_cards(forecast))]
     sections = (
         _accounts(forecast),
+        _simulation(forecast, cases),
         _beside(forecast, cases, name),
         _phases(forecast),
         _above(forecast),
@@ -62,6 +64,21 @@ def _accounts(forecast: Forecast) -> str:
     table = markup.table(("account", "GB", "GiB", "share", "ranks"), rows, "by account", numbers=(1, 2, 3), sums=1, colours=True)
     words = [verdict_line(forecast), *size_lines(forecast), *bottleneck_lines(forecast), traffic_line(forecast)]
     return markup.section("By account", [drawn, table, *(markup.text("p", line) for line in words if line)])
+
+
+def _simulation(forecast: Forecast, cases: Sequence[Case]) -> str:
+    if forecast.simulated is None:
+        return ""
+    scale = scale_for(forecast.peak_allocated)
+    parts = [markup.text("p", line) for line in simulated_lines(forecast, forecast.simulated)]
+    for closed_form in (case.forecast for case in cases if case.forecast is not None and case.forecast.simulated is None):
+        rows = list(witness_rows(forecast, closed_form, scale))
+        title = f"two witnesses, {scale.decimal_unit}"
+        parts.append(markup.table(WITNESS_HEADS, rows, title, numbers=(1, 2, 3), sums=1, colours=True))
+    heads = (scale.decimal_unit, *ITEM_HEADS[1:])
+    rows = list(item_rows(forecast.simulated.items, scale))
+    parts.append(markup.table(heads, rows, "largest storages at the peak", numbers=(0,)))
+    return markup.section("Simulation", parts)
 
 
 def _beside(forecast: Forecast, cases: Sequence[Case], name: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from shardbook.forecasting.conventions import ACCOUNTS
 from shardbook.forecasting.result import NOT_A_PEAK, Forecast, PhasePeak
 from shardbook.report.forecast_figures import both, device_memory, held, margin, saved, verdict
 from shardbook.tables.sizes import percent, place
@@ -95,6 +96,8 @@ def bottleneck_lines(forecast: Forecast) -> Iterator[str]:
     nbytes = forecast.accounts.get(forecast.dominant, 0)
     yield f"largest now: {forecast.dominant}, {both(nbytes)}, {percent(nbytes, forecast.peak_allocated)}"
     step = forecast.step_forward
+    if step is None and forecast.simulated is not None and forecast.dominant not in ACCOUNTS:
+        return  # a run shows what is held, not what would free it
     if step is None:
         yield f"nothing is left to turn on {forecast.dominant}"
         return
@@ -104,7 +107,9 @@ def bottleneck_lines(forecast: Forecast) -> Iterator[str]:
 
 
 def traffic_line(forecast: Forecast) -> str:
-    """Bytes sent beside bytes saved."""
+    """Bytes sent beside bytes saved, where it is known what the ranks would hold otherwise."""
+    if not forecast.holdings:
+        return f"sent per rank and step: {both(forecast.sent)}"
     return (
         f"sent per rank and step: {both(forecast.sent)}; saved by partitioning: {both(saved(forecast))} of"
         f" {both(saved(forecast) + held(forecast))}"

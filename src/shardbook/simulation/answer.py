@@ -141,7 +141,7 @@ def _simulated(asked: Asked, run: Run) -> Simulated:
         first_peak=first.allocated,
         later_peak=later.allocated,
         first_accounts={account: nbytes for account, nbytes in first.books.items() if nbytes},
-        operator=written.operator,
+        operator=later.operator,
         items=written.items,
         curve=next(iter(run.later.document.curves), None),
         assumptions=(*run.assumptions, *_extrapolation(run)),
@@ -162,7 +162,7 @@ def _extrapolation(run: Run) -> tuple[str, ...]:
 
 def _not_modelled(asked: Asked) -> tuple[str, ...]:
     if asked.device is None:
-        return ("a device: what its kernels take and its caching allocator reserves; give device=",)
+        return ("a device: what its kernels take and its caching allocator reserves; name one",)
     return (f"kernels of {asked.device.name} have not been validated on a GPU, nor has the model of its caching allocator",)
 
 

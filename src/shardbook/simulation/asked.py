@@ -8,6 +8,7 @@ from shardbook.config import ZeroConfig
 from shardbook.errors import ConfigError
 from shardbook.facts.hardware import Device
 from shardbook.facts.hardware import device as find_device
+from shardbook.replay.settings import Settings
 from shardbook.simulation.given import check_group
 
 ENGINES = ("shardbook", "fsdp2", "ddp")
@@ -29,6 +30,7 @@ class Asked:
     rank: int
     device: Device | None
     allocator: str
+    settings: Settings
     blocks: str
 
     @property
@@ -49,4 +51,13 @@ class Asked:
         if allocator is not None and device is None:
             raise ConfigError(f"allocator = {allocator!r}: a CPU has no caching allocator; give device= as well")
         found = None if device is None else find_device(device)
-        return cls(config=config, engine=engine, ranks=ranks, rank=rank, device=found, allocator=allocator or "", blocks=blocks)
+        return cls(
+            config=config,
+            engine=engine,
+            ranks=ranks,
+            rank=rank,
+            device=found,
+            allocator=allocator or "",
+            settings=Settings.parse(allocator or ""),
+            blocks=blocks,
+        )

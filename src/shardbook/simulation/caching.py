@@ -14,13 +14,13 @@ from shardbook.replay.trace import Event
 NUM_POINTS = 400
 
 
-def replayed(changes: Sequence[Change], held: int, settings: str) -> Replayed:
+def replayed(changes: Sequence[Change], held: int, settings: Settings, name: str) -> Replayed:
     """``held``: bytes that libraries take with their first use and keep."""
-    result = replay(events(changes, held), Settings.parse(settings))
+    result = replay(events(changes, held), settings)
     peak = result.peak_event
     reserved = result.peak_reserved
     return Replayed(
-        settings=settings,
+        settings=name,
         reserved=reserved,
         allocated=result.peak_allocated,
         fragmented=1 - result.allocated[peak] / reserved if reserved else 0.0,

@@ -1,8 +1,9 @@
 """A deep model from three shallow ones, where the result is the same to the byte.
 
 Blocks that are alike take alike. So what is held at an instant in the first or last blocks, or outside of them, is a straight line in
-their number, and among the blocks between it is one in their place. Both are looked at, account by account, in models of 4, 5 and 6
-blocks; where anything is not a line (buckets that blocks share, say), all blocks are run.
+their number, and among the blocks between it is one in their place. Both are looked at, account by account, in models of 5, 6 and 7
+blocks; where anything is not a line (buckets that blocks share, say), all blocks are run. Phases that don't own the peak may be some
+hundred bytes off.
 """
 
 import re
@@ -12,17 +13,20 @@ from itertools import pairwise
 
 from torch import nn
 
+from shardbook.accounts import Account
+from shardbook.config import ZeroConfig
+from shardbook.engine.partition import Part, partition
 from shardbook.ledger.reconcile import Height
 from shardbook.simulation.asked import Asked
 from shardbook.simulation.observe import Observed
 from shardbook.simulation.run import Functions, Run, run
 
-DEPTHS = (4, 5, 6)
+DEPTHS = (5, 6, 7)
 WORTHWHILE = sum(DEPTHS) + 1
 """So many blocks, or more, take longer than the three models."""
 
-Place = tuple[str, str, int]
-"""(phase, unit or "from the first" or "from the last", which of them)."""
+Place = tuple[str, str, int, str, int]
+"""(phase, unit or "from the first" or "from the last", which of them, operator, which in order of the bytes that reach the height)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,13 @@ def extrapolated(asked: Asked, given: Functions, model: nn.Module, chain: Chain)
     """The run of all blocks of ``model``, from short ones; None: it can't be told from them. The model is cut."""
     runs: list[Run] = []
     try:
+        whole = partition(model, asked.config.units)
         for depth in reversed(DEPTHS):
             _cut(model, chain, depth)
-            runs.insert(0, run(asked, replace(given, build_model=lambda: model), by_unit=True))
+            config = _with_units(asked.config, whole, model)
+            if config is None:
+                return None
+            runs.insert(0, run(replace(asked, config=config), replace(given, build_model=lambda: model), finely=True))
     except Exception:  # noqa: BLE001 - a model that counts its blocks, or a real fault: the whole one will tell
         return None
     first = _observed([one.first for one in runs], chain)
@@ -58,6 +66,19 @@ def extrapolated(asked: Asked, given: Functions, model: nn.Module, chain: Chain)
     if first is None or later is None or sent is None:
         return None
     return replace(runs[-1], first=first, later=later, sent=sent, seconds=sum(one.seconds for one in runs), blocks=DEPTHS[-1])
+
+
+def _with_units(config: ZeroConfig, whole: Sequence[Part], short: nn.Module) -> ZeroConfig | None:
+    """A configuration under which a short model has the units of the whole one: how large an embedding is beside the rest decides
+    whether it is one. None: there is none.
+    """
+    names = {name for name, _ in short.named_parameters()}
+    wanted = [(part.name, kept) for part in whole if (kept := [name for name, _ in part.parameters if name in names]) or part is whole[0]]
+    for units in (config.units, [name for name, _ in wanted[1:]]):
+        found = [(part.name, [name for name, _ in part.parameters]) for part in partition(short, units)]
+        if found == wanted:
+            return replace(config, units=units)
+    return None
 
 
 def _cut(model: nn.Module, chain: Chain, depth: int) -> None:
@@ -71,52 +92,76 @@ def _observed(short: Sequence[Observed], chain: Chain) -> Observed | None:
     if any(found.keys() != places[0].keys() for found in places) or not _is_even(short[-1].heights, chain, DEPTHS[-1]):
         return None
     heights: list[Height] = []
+    rough: list[Height] = []
     for place in places[0]:
-        books = _lines([found[place].books for found in places], chain.length)
-        if books is None:
+        series = [found[place] for found in places]
+        books = [height.books for height in series]
+        is_rough = len({height.nbytes for height in series}) > 1
+        line = _roughly(books, chain.length) if is_rough else _lines(books, chain.length)
+        if line is None:
             return None
-        heights.append(Height(phase=place[0], unit=_unit(place, chain), allocated=sum(books.values()), books=books))
+        unit, allocated = _unit(place, chain), sum(line.values())
+        height = replace(series[-1], unit=unit, allocated=allocated, books=line)
+        heights.append(height)
+        rough += [height] if is_rough else []
     after = _lines([one.after for one in short], chain.length)
-    return None if after is None else replace(short[-1], heights=tuple(heights), after=after)
+    if after is None or max(heights, key=lambda height: height.allocated) in rough:
+        return None  # an exact peak is all that is promised
+    return replace(short[-1], heights=tuple(heights), after=after)
+
+
+def _roughly(series: Sequence[Mapping[str, int]], length: int) -> dict[str, int]:
+    """Of instants made by as many bytes as there are parameters, say, a flag for each, rounded up."""
+    first, _, last = series
+    return {
+        key: last.get(key, 0) + (length - DEPTHS[-1]) * (last.get(key, 0) - first.get(key, 0)) // (DEPTHS[-1] - DEPTHS[0])
+        for key in dict.fromkeys(key for one in series for key in one)
+    }
 
 
 def _places(heights: Sequence[Height], chain: Chain, depth: int) -> dict[Place, Height]:
     """Heights outside of the blocks, in the first two and in the last two."""
-    found: dict[Place, Height] = {}
+    groups: dict[tuple[str, str, int, str], list[Height]] = {}
     for height in heights:
         number = _number(height.unit, chain)
         if number is None:
-            found[height.phase, height.unit, -1] = height
+            where, which = height.unit, -1
         elif number < 2:
-            found[height.phase, "from the first", number] = height
+            where, which = "from the first", number
         elif number >= depth - 2:
-            found[height.phase, "from the last", depth - 1 - number] = height
-    return found
+            where, which = "from the last", depth - 1 - number
+        else:
+            continue
+        groups.setdefault((height.phase, where, which, height.operator), []).append(height)
+    return {
+        (*key, order): height
+        for key, group in groups.items()
+        for order, height in enumerate(sorted(group, key=lambda height: height.nbytes))
+    }
 
 
 def _unit(place: Place, chain: Chain) -> str:
-    _, where, number = place
+    _, where, number, _, _ = place
     if where == "from the first":
         return f"{chain.path}.{number}"
     return f"{chain.path}.{chain.length - 1 - number}" if where == "from the last" else where
 
 
 def _is_even(heights: Sequence[Height], chain: Chain, depth: int) -> bool:
-    """Whether from the second block to the last but one each takes as much more, or less, as the one before."""
-    inner: dict[tuple[str, int], Mapping[str, int]] = {
-        (height.phase, number): height.books for height in heights if (number := _number(height.unit, chain)) is not None
-    }
-    phases = {phase for phase, _ in inner}
-    for phase in phases:
-        books = [inner.get((phase, number)) for number in range(1, depth - 1)]
-        known = [one for one in books if one is not None]
-        if len(known) != len(books):
-            return False
-        for account in {name for one in known for name in one}:
-            series = [one.get(account, 0) for one in known]
-            if len({after - before for before, after in pairwise(series)}) > 1:
-                return False
-    return True
+    """Whether from the third block to the last but two each takes as much more, or less, as the one before."""
+    inner: dict[tuple[str, str, int], dict[int, Mapping[str, int]]] = {}
+    for height in heights:
+        number = _number(height.unit, chain)
+        if number is not None and 2 <= number < depth - 2:
+            inner.setdefault((height.phase, height.operator, height.nbytes), {})[number] = height.books
+    return all(
+        len(books) == depth - 4 and all(_is_line([books[number].get(account, 0) for number in sorted(books)]) for account in Account)
+        for books in inner.values()
+    )
+
+
+def _is_line(values: Sequence[int]) -> bool:
+    return len({after - before for before, after in pairwise(values)}) <= 1
 
 
 def _number(unit: str, chain: Chain) -> int | None:
@@ -136,8 +181,7 @@ def _lines(series: Sequence[Mapping[str, int]], length: int) -> dict[str, int] |
 
 
 def _line(values: Sequence[int], length: int) -> int | None:
-    step = values[1] - values[0]
-    return None if values[2] - values[1] != step else values[0] + (length - DEPTHS[0]) * step
+    return values[0] + (length - DEPTHS[0]) * (values[1] - values[0]) if _is_line(values) else None
 
 
 def _are_alike(blocks: Sequence[nn.Module]) -> bool:

@@ -20,12 +20,12 @@ class Observed:
     after: Mapping[str, int]
 
 
-def observe(trainer: Trainer, build_batch: Callable[[], Any], memory: FakeMemory, *, accumulate: int, by_unit: bool) -> Observed:
-    """Take a step and write it down; ``by_unit``: heights of each unit in each phase."""
+def observe(trainer: Trainer, build_batch: Callable[[], Any], memory: FakeMemory, *, accumulate: int, finely: bool) -> Observed:
+    """Take a step and write it down; ``finely``: heights of each unit and operator."""
     run = Measurement(trainer.model, trainer.optimizer, mode="full", memory=memory)
     with run:
         take_step(trainer, build_batch, accumulate)
-    heights = run.heights(by_unit=by_unit)
+    heights = run.heights(finely=finely)
     trainer.settle()
     after = {str(account): nbytes for (account, _), nbytes in run.ledger.balances().items() if nbytes}
     return Observed(document=run.document(), heights=tuple(heights), after=after)

@@ -18,6 +18,7 @@ from shardbook.engine.partition import partition
 from shardbook.engine.policy import DTYPES
 from shardbook.errors import ConfigError
 from shardbook.simulation.peers_answers import AnsweringGroup, RealIndices
+from shardbook.simulation.peers_pieces import FewPieces
 from shardbook.simulation.trainers import Loss, OptimizerFactory, called
 
 _STAGES = {"fsdp2": (2, 3), "ddp": (0,)}
@@ -33,21 +34,21 @@ class Fsdp2:
         ConfigError: a stage or a type that FSDP2 can't have.
     """
 
-    assumptions = ("a collective is over when it is asked for",)
-
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory, config: ZeroConfig, loss: Loss) -> None:
         _check("fsdp2", config)
         from torch.distributed.fsdp import fully_shard
 
         self.model = _kept_in(DTYPES[config.precision.master_dtype], model)
         self._config, self._loss = config, loss
+        self.assumptions = (_AT_ONCE, *_unscaled(config))
         how: dict[str, Any] = {
             "mesh": _mesh(),
             "reshard_after_forward": None if config.stage == 3 else False,
             "mp_policy": _policy(config.precision),
         }
-        for module in (*_blocks(model, config), model):
-            fully_shard(module, **how)
+        with FewPieces(dist.get_rank()):
+            for module in (*_blocks(model, config), model):
+                fully_shard(module, **how)
         self.optimizer = optimizer(model.parameters())
 
     def micro_batch(self, batch: Any, *, last: bool) -> None:
@@ -76,8 +77,9 @@ class Ddp:
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory, config: ZeroConfig, loss: Loss, *, bucket_views: bool = True) -> None:
         _check("ddp", config)
         self._config, self._loss = config, loss
-        self._ddp, self.assumptions = _wrapped(_kept_in(DTYPES[config.precision.master_dtype], model), bucket_views)
-        self.model = self._ddp or model
+        self._ddp, self._is_fake = _wrapped(_kept_in(DTYPES[config.precision.master_dtype], model), bucket_views)
+        self.model = model if self._ddp is None else self._ddp
+        self.assumptions = (*(_ASSUMPTIONS if self._is_fake else ()), *_unscaled(config))
         self.optimizer = optimizer(model.parameters())
 
     def micro_batch(self, batch: Any, *, last: bool) -> None:
@@ -98,7 +100,7 @@ class Ddp:
     def _reducing(self, last: bool) -> AbstractContextManager[Any]:
         if self._ddp is None:
             return nullcontext()
-        if self.assumptions:  # tensors are fake
+        if self._is_fake:
             with RealIndices():  # what forward would do in a moment: this is done once in a run
                 self._ddp.reducer._rebuild_buckets()
         return nullcontext() if last else self._ddp.no_sync()
@@ -167,18 +169,20 @@ def _blocks(model: nn.Module, config: ZeroConfig) -> Iterator[nn.Module]:
                 yield module
 
 
-def _wrapped(model: nn.Module, bucket_views: bool) -> tuple[Any, tuple[str, ...]]:
-    """DDP around a model, and what is assumed of the run. None: there is one rank."""
+def _wrapped(model: nn.Module, bucket_views: bool) -> tuple[Any, bool]:
+    """DDP around a model, and whether it is on fake tensors. None: there is one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None, ()
+        return None, False
     is_fake = any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
     # What init_sync would do needs values: the shapes of the other ranks' parameters.
     how: dict[str, Any] = {"process_group": AnsweringGroup.of_this_rank(), "init_sync": False} if is_fake else {}
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=bucket_views, **how)
-    return wrapped, _ASSUMPTIONS if is_fake else ()
+    return wrapped, is_fake
 
 
+_AT_ONCE = "a collective is over when it is asked for"
 _ASSUMPTIONS = (
+    _AT_ONCE,
     "all ranks have the same parameters from the start (init_sync=False), and gradients arrive on rank 0 in this rank's order",
     "an all-reduce takes no memory of its own, as with gloo",
 )
@@ -201,6 +205,10 @@ def _check(engine: str, config: ZeroConfig) -> None:
         _refuse("precision.keep_param_shard = True", f"False: {engine} keeps no copy in the type it computes in", "drop it")
     if precision.keep:
         _refuse(f"precision.keep = {dict(precision.keep)!r}", f"no pattern: {engine} has one type for all", "drop it")
+
+
+def _unscaled(config: ZeroConfig) -> tuple[str, ...]:
+    return ("no scaler of losses: its few scalars are not counted, and no step is skipped",) if config.precision.param == "fp16" else ()
 
 
 def _refuse(given: str, allowed: str, remedy: str) -> None:

@@ -19,7 +19,7 @@ from shardbook.simulation.memory import FakeMemory, Workspaces
 from shardbook.simulation.observe import Observed, observe
 from shardbook.simulation.refusals import explained
 from shardbook.simulation.trainers import Loss, OptimizerFactory, Own, Trainer
-from shardbook.simulation.workspaces import on_cpu
+from shardbook.simulation.workspaces import on_cpu, with_staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ def built(given: Functions) -> nn.Module:
         return check_model(given.build_model(), mode)
 
 
-def run(asked: Asked, given: Functions, *, by_unit: bool = False) -> Run:
-    """Take two steps; ``by_unit``: heights of each unit in each phase."""
+def run(asked: Asked, given: Functions, *, finely: bool = False) -> Run:
+    """Take two steps; ``finely``: heights of each unit and operator."""
     began = time.perf_counter()
     with _no_collection(), _stage(asked) as (mode, memory):
         with explained("build_model()"), building():
@@ -98,11 +98,12 @@ def run(asked: Asked, given: Functions, *, by_unit: bool = False) -> Run:
         trainer = _trainer(asked, model, _checked_optimizer(given.optimizer, model), given.loss)
         batch = _checked_batch(given.build_batch, mode)
         with explained("the model"), unpacked() as assumed:
-            how: Mapping[str, Any] = {"accumulate": asked.config.accumulate, "by_unit": by_unit}
+            how: Mapping[str, Any] = {"accumulate": asked.config.accumulate, "finely": finely}
             first = observe(trainer, batch, memory, **how)
-            before = memory.sent
+            sender = trainer if isinstance(trainer, Own) else memory
+            before = sender.sent
             later = observe(trainer, batch, memory, **how)
-            sent = later.document.sent_nbytes_per_step if asked.engine == "shardbook" else memory.sent - before
+            sent = sender.sent - before
         optimizer, assumptions = _name_of(trainer.optimizer), (*trainer.assumptions, *assumed)
         trainer.close()
         del model, trainer
@@ -149,7 +150,7 @@ def _stage(asked: Asked) -> Generator[tuple[FakeTensorMode, FakeMemory]]:
 
 def _workspaces(asked: Asked) -> Workspaces:
     if asked.device is None:
-        return on_cpu
+        return with_staging if asked.engine == "fsdp2" else on_cpu
     from shardbook.simulation.cuda_workspaces import workspaces_on
 
     return workspaces_on(asked.device.name)
@@ -161,7 +162,7 @@ def _replayed(asked: Asked, memory: FakeMemory) -> Replayed | None:
     from shardbook.simulation.caching import replayed
     from shardbook.simulation.cuda_workspaces import held
 
-    return replayed(memory.trace, held(asked.device.name), asked.allocator)
+    return replayed(memory.trace, held(asked.device.name), asked.settings, asked.allocator)
 
 
 def _trainer(asked: Asked, model: nn.Module, optimizer: OptimizerFactory, loss: Loss) -> Trainer:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from shardbook.config import ZeroConfig
 from shardbook.engine.engine import Engine
 from shardbook.errors import ConfigError
+from shardbook.events import Event, Traffic
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Loss = Callable[[Any], tuple[Tensor, Any]]
@@ -51,7 +52,7 @@ class Trainer(Protocol):
 
 
 class Own:
-    """shardbook's engine, as it is."""
+    """shardbook's engine, as it is. ``sent``: bytes so far, without the few by which ranks agree on a step."""
 
     assumptions = ("gradients are finite: no step is skipped, none is clipped to nothing",)
 
@@ -60,6 +61,9 @@ class Own:
         self._loss, self._stage = loss, config.stage
         self.optimizer: Optimizer = optimizer(model.parameters())
         self._engine = Engine(model, self.optimizer, config)
+        self.sent = 0
+        self._observing = self._engine.observe(self._hear)
+        self._observing.__enter__()
 
     def micro_batch(self, batch: Any, *, last: bool) -> None:
         output = called(self._engine, batch)  # which most loops hold until backward is over
@@ -74,7 +78,12 @@ class Own:
             pass
 
     def close(self) -> None:
+        self._observing.__exit__(None, None, None)
         self._engine.close()
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Traffic) and event.kind != "step":
+            self.sent += event.sent_nbytes
 
 
 def called(model: Callable[..., Any], batch: Any) -> Any:

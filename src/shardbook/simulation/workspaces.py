@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardbook.forecasting import scratch
+from shardbook.simulation.peers_staging import staged
 
 Model = Callable[[Sequence[Any], Any], int]
 """(arguments, result) to bytes."""
@@ -19,6 +20,11 @@ def on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     """Of one operator on a CPU with one intra-op thread."""
     model = _CPU.get(operator.__name__)
     return model(arguments, result) if model is not None else 0
+
+
+def with_staging(operator: Any, arguments: Sequence[Any], result: Any) -> int:
+    """The same, and what gloo copies inside the collectives of others' engines."""
+    return on_cpu(operator, arguments, result) + staged(operator, arguments)
 
 
 def _attention_forward(arguments: Sequence[Any], _: Any) -> int:

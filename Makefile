@@ -7,7 +7,7 @@ PEERS := .venv-peers/bin
 PEERS_STAMP := .venv-peers/.installed
 PEER_PINS := -c constraints.txt -c benchmarks/constraints-peers.txt
 
-.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books evidence-forecast clean
+.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books evidence-forecast evidence-simulation clean
 
 help:
 	@echo "make demo               train a small decoder on real text: two ranks, ZeRO-3, a plain loop beside it"
@@ -19,6 +19,7 @@ help:
 	@echo "make evidence-engine    the figures that take too long for the suite, written to docs/evidence/"
 	@echo "make evidence-books     the same of books and measurement; with DeepSpeed's where make peers was run"
 	@echo "make evidence-forecast  the same of forecasts, beside measured steps, published measurements and other estimators"
+	@echo "make evidence-simulation  both witnesses beside measured steps, FSDP2 and DDP too, and what a simulation costs; writes docs/accuracy.md"
 
 setup: $(STAMP)
 
@@ -69,6 +70,9 @@ evidence-books: $(STAMP)
 
 evidence-forecast: $(STAMP)
 	$(BIN)/python -m benchmarks.evidence_forecast
+
+evidence-simulation: $(STAMP)
+	$(BIN)/python -m benchmarks.evidence_simulation
 
 clean:
 	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis build dist

@@ -13,7 +13,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardbook as sb
-from benchmarks import models, ranks
+from benchmarks import ranks
+from benchmarks.forecast_shapes import SHAPES, SMALL_SHAPES
 from shardbook.document import Item
-from shardbook.models.config import DecoderConfig
-from shardbook.models.decoder import Decoder
+from shardbook.events import Event, Traffic
+from shardbook.forecasting.result import PhasePeak
 
 MIB = 2**20
 PEAK_BOUND = 0.03
@@ -39,7 +40,7 @@ Optimizer = Literal["adamw", "sgd", "sgd-momentum"]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One run: a name of :data:`SHAPES` or :data:`SMALL_SHAPES`, how it is trained, and on how many ranks."""
+    """One run: a name of ``benchmarks.forecast_shapes``, how it is trained, and on how many ranks."""
 
     shape: str
     stage: int
@@ -74,7 +75,8 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The rank whose allocator held most, at that instant."""
+    """One rank when its allocator held most. ``phases``: the highest instant of each phase of that step; ``sent``: bytes in a step,
+    without the few by which ranks agree on it."""
 
     allocated: int
     books: Mapping[str, int]
@@ -82,6 +84,17 @@ class Measured:
     unit: str
     operator: str
     items: tuple[Item, ...]
+    rank: int = 0
+    phases: tuple[PhasePeak, ...] = ()
+    sent: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromTheStart:
+    """A rank in its first step, in which optimizers make their state, and in the steps after it."""
+
+    first: Measured
+    later: Measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,69 +131,18 @@ class Compared:
 # ---- the models -------------------------------------------------------------------------------------------------------------
 
 
-def _gpt(**sizes: int) -> Callable[[int], nn.Module]:
-    return lambda sequence: models.GPT(models.GPTConfig(sequence=sequence, **sizes))
-
-
-def _decoder(**sizes: Any) -> Callable[[int], nn.Module]:
-    return lambda _: Decoder(DecoderConfig(**sizes))
-
-
-def _llama(sequence: int) -> nn.Module:
-    from transformers import LlamaConfig
-
-    return _local(LlamaConfig(
-        vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-        max_position_embeddings=sequence, tie_word_embeddings=False,
-    ))  # fmt: skip
-
-
-def _gpt2(sequence: int) -> nn.Module:
-    from transformers import GPT2Config
-
-    return _local(GPT2Config(
-        vocab_size=4096, n_embd=256, n_layer=4, n_head=8, n_positions=sequence, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    ))  # fmt: skip
-
-
-def _local(config: Any) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    from shardbook.models.local import LocalModel
-
-    return LocalModel(AutoModelForCausalLM.from_config(config))
-
-
-SHAPES: dict[str, tuple[Callable[[int], nn.Module], int]] = {
-    "gpt": (_gpt(layers=6, width=384, heads=6, vocab=4096), 4096),
-    "gpt wide": (_gpt(layers=2, width=768, heads=12, vocab=1000), 1000),
-    "gpt vocabulary": (_gpt(layers=3, width=192, heads=3, vocab=32768), 32768),
-    "decoder": (_decoder(layers=6, width=384, heads=6, kv_heads=2, ffn=1024, vocab=4096), 4096),
-    "decoder tied": (_decoder(layers=4, width=320, heads=5, kv_heads=5, ffn=864, vocab=8192, tied=True), 8192),
-    "decoder vocabulary": (_decoder(layers=2, width=256, heads=4, kv_heads=1, ffn=700, vocab=40000), 40000),
-    "decoder 1 layer": (_decoder(layers=1, width=512, heads=8, kv_heads=4, ffn=1536, vocab=2048), 2048),
-    "decoder 12 layers": (_decoder(layers=12, width=256, heads=4, kv_heads=2, ffn=688, vocab=2048), 2048),
-    "decoder odd": (_decoder(layers=3, width=330, heads=11, kv_heads=1, ffn=777, vocab=5003), 5003),
-    "transformers llama": (_llama, 4096),
-    "transformers gpt2": (_gpt2, 4096),
-}
-"""A model by the longest sequence, and its vocabulary."""
-
-SMALL_SHAPES: dict[str, tuple[Callable[[int], nn.Module], int]] = {
-    "small gpt": (_gpt(layers=3, width=64, heads=2, vocab=512), 512),
-    "small decoder": (_decoder(layers=3, width=64, heads=4, kv_heads=2, ffn=176, vocab=512), 512),
-    "small decoder tied": (_decoder(layers=2, width=64, heads=4, kv_heads=1, ffn=176, vocab=512, tied=True), 512),
-}
-"""For checks of equality in seconds; not in the grid."""
-
-
 def build(point: Point, *, meta: bool = False) -> nn.Module:
     """The model of a point, drawn from one seed on every rank, or without values."""
     make, _ = (SHAPES | SMALL_SHAPES)[point.shape]
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(0)
         return make(point.sequence)
+
+
+def vocabulary(point: Point) -> int:
+    """Of a point's model."""
+    _, vocab = (SHAPES | SMALL_SHAPES)[point.shape]
+    return vocab
 
 
 # ---- the grid ---------------------------------------------------------------------------------------------------------------
@@ -272,63 +234,102 @@ def measure_all(chosen: Sequence[Point]) -> list[Measured]:
 
 def measure(point: Point) -> Measured:
     """This rank's highest instant in the steps after the first."""
-    model = build(point)
-    optimizer = _optimizer(point, model)
-    engine = sb.Engine(model, optimizer, point.config)
-    _step(engine, point, 0)
-    _settle(engine, point)
-    gc.collect()
-    with sb.measure(model, optimizer) as run:
-        for step in range(1, 1 + NUM_MEASURED):
-            _step(engine, point, step)
-    _settle(engine, point)
-    mine = next(one for one in run.document().reconciliations if one.rank == _rank())
-    engine.close()
-    return Measured(
-        allocated=mine.allocated,
-        books=dict(mine.books),
-        phase=mine.phase,
-        unit=mine.unit,
-        operator=mine.operator,
-        items=mine.items[:NUM_ITEMS],
-    )
+    training = _Training(point)
+    training.take(1)
+    found = training.measured(NUM_MEASURED)
+    training.engine.close()
+    return found
 
 
-def _optimizer(point: Point, model: nn.Module) -> torch.optim.Optimizer:
+def measure_all_from_the_start(chosen: Sequence[Point]) -> list[FromTheStart]:
+    """Every rank of a group calls it."""
+    found: list[FromTheStart] = []
+    for point in chosen:
+        training = _Training(point)
+        found.append(FromTheStart(first=training.measured(1), later=training.measured(NUM_MEASURED)))
+        training.engine.close()
+        del training
+        gc.collect()
+    return found
+
+
+class _Training:
+    """A point's engine, and the number of its next step."""
+
+    def __init__(self, point: Point) -> None:
+        self._point, self._next = point, 0
+        self._model = build(point)
+        self._optimizer = optimizer_of(point, self._model.parameters())
+        self.engine = sb.Engine(self._model, self._optimizer, point.config)
+        self._sent = 0
+
+    def take(self, num_steps: int) -> None:
+        """Steps that nobody looks at."""
+        for _ in range(num_steps):
+            self._step()
+        self._settle()
+
+    def measured(self, num_steps: int) -> Measured:
+        """The highest of some steps."""
+        gc.collect()
+        self._sent = 0
+        with self.engine.observe(self._hear), sb.measure(self._model, self._optimizer) as run:
+            for _ in range(num_steps):
+                self._step()
+        heights = run.heights()
+        self._settle()
+        mine = next(one for one in run.document().reconciliations if one.rank == _rank())
+        return Measured(
+            allocated=mine.allocated,
+            books=dict(mine.books),
+            phase=mine.phase,
+            unit=mine.unit,
+            operator=mine.operator,
+            items=mine.items[:NUM_ITEMS],
+            rank=mine.rank,
+            phases=tuple(PhasePeak(phase=one.phase, where=one.unit, accounts=dict(one.books)) for one in heights),
+            sent=self._sent // num_steps,
+        )
+
+    def _step(self) -> None:
+        for number in range(self._point.accumulate):
+            inputs, targets = _batch(self._point, self._next * self._point.accumulate + number)
+            out = self.engine(inputs, targets)
+            if isinstance(out, tuple):
+                self.engine.backward(out[0], weight=int(out[1]))
+            else:
+                self.engine.backward(out)
+            del inputs, targets, out
+        self.engine.step()
+        self._next += 1
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Traffic) and event.kind != "step":
+            self._sent += event.sent_nbytes
+
+    def _settle(self) -> None:
+        """Awaits the refresh of stages 1 and 2."""
+        if self._point.stage < 3:
+            with self.engine.gathered():
+                pass
+
+
+def optimizer_of(point: Point, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a point."""
     how: dict[str, Any] = {"fused": point.kernel == "fused", "foreach": point.kernel == "foreach", "lr": 1e-4}
     if point.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), **how)
-    return torch.optim.SGD(model.parameters(), momentum=0.9 if point.optimizer == "sgd-momentum" else 0.0, **how)
-
-
-def _step(engine: sb.Engine, point: Point, step: int) -> None:
-    for number in range(point.accumulate):
-        inputs, targets = _batch(point, step * point.accumulate + number)
-        out = engine(inputs, targets)
-        if isinstance(out, tuple):
-            engine.backward(out[0], weight=int(out[1]))
-        else:
-            engine.backward(out)
-        del inputs, targets, out
-    engine.step()
+        return torch.optim.AdamW(parameters, **how)
+    return torch.optim.SGD(parameters, momentum=0.9 if point.optimizer == "sgd-momentum" else 0.0, **how)
 
 
 def _batch(point: Point, number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1_000_003 * number + _rank())
-    _, vocab = (SHAPES | SMALL_SHAPES)[point.shape]
-    tokens = torch.randint(vocab, (2, point.micro_batch, point.sequence), generator=generator)
+    tokens = torch.randint(vocabulary(point), (2, point.micro_batch, point.sequence), generator=generator)
     return tokens[0].clone(), tokens[1].clone()
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _settle(engine: sb.Engine, point: Point) -> None:
-    """Awaits the refresh of stages 1 and 2."""
-    if point.stage < 3:
-        with engine.gathered():
-            pass
 
 
 # ---- by hand ----------------------------------------------------------------------------------------------------------------

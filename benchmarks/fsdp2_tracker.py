@@ -55,10 +55,11 @@ SEVEN_BILLION = {"kept": Setting(), "recomputed": Setting(recompute="full"), "no
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """Bytes at the peak of the second step, by the tracker's categories."""
+    """Bytes at the peak of the second step, by the tracker's categories. ``first_nbytes``: at that of the first, which is of no use."""
 
     setting: Setting
     nbytes: int
+    first_nbytes: int
     categories: dict[str, int] = field(default_factory=dict[str, int])
 
 
@@ -122,15 +123,21 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def track(setting: Setting) -> Tracked:
     """Build, shard, and step twice under the tracker, as rank 0 of a fake group."""
     with _fake_group(setting.ranks) as mesh, _fake_mode():
-        model, optimizer = _sharded(setting, mesh)
-        tokens = torch.zeros(setting.micro_batch, setting.sequence, dtype=torch.long)
-        half = setting.hidden // setting.heads // 2
-        tables = [torch.ones(setting.sequence, 1, half) for _ in range(2)]
-        categories = _second_peak(model, optimizer, tokens, partial(_step, model, optimizer, tokens, tables))
-    return Tracked(setting=setting, nbytes=categories.pop("Total"), categories=categories)
+        model, optimizer = sharded(setting, mesh)
+        tokens, tables = batch(setting)
+        first, categories = _peaks(model, optimizer, tokens, partial(take_step, model, optimizer, tokens, tables))
+    return Tracked(setting=setting, nbytes=categories.pop("Total"), first_nbytes=first["Total"], categories=categories)
 
 
-def _sharded(setting: Setting, mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def batch(setting: Setting) -> tuple[Tensor, list[Tensor]]:
+    """Tokens, and the two tables of rotary positions."""
+    tokens = torch.zeros(setting.micro_batch, setting.sequence, dtype=torch.long)
+    half = setting.hidden // setting.heads // 2
+    return tokens, [torch.ones(setting.sequence, 1, half) for _ in range(2)]
+
+
+def sharded(setting: Setting, mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model under FSDP2, and its optimizer, on tensors of any kind."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = Llama(setting)
@@ -172,25 +179,30 @@ def _save_every_second_product() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, tables: list[Tensor]) -> None:
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, tables: list[Tensor]) -> None:
+    """As a plain loop would."""
     logits = model(tokens, *tables)  # whoever writes such a loop holds them until the step is over
     F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _second_peak(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, step: Callable[[], None]) -> dict[str, int]:
+def _peaks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, step: Callable[[], None]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the first step, and of the second."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((tokens,))
-    with tracker:
-        step()
-    tracker.reset_mod_stats()
-    with tracker:
-        step()
-        peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    return {getattr(name, "value", name): nbytes for name, nbytes in peak.items() if nbytes}
+    found: list[dict[str, int]] = []
+    for _ in range(2):
+        with tracker:
+            step()
+            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+        found.append({getattr(name, "value", name): nbytes for name, nbytes in peak.items() if nbytes})
+        tracker.reset_mod_stats()
+    return found[0], found[1]
 
 
 @contextmanager
@@ -218,7 +230,12 @@ def in_its_own_process(setting: Setting) -> Tracked:
     if done.returncode:
         raise RuntimeError(f"FSDP2's tracker failed on {setting}:\n{done.stderr}")
     found = json.loads(done.stdout.splitlines()[-1])
-    return Tracked(setting=Setting(**found["setting"]), nbytes=found["nbytes"], categories=found["categories"])
+    return Tracked(
+        setting=Setting(**found["setting"]),
+        nbytes=found["nbytes"],
+        first_nbytes=found["first_nbytes"],
+        categories=found["categories"],
+    )
 
 
 def forecast_of(setting: Setting) -> int:

@@ -1,5 +1,8 @@
-"""What `gpu_check` lets ranks measure: the allocator's figures of a steady step at each stage, beside the books and the closed form."""
+"""What `gpu_check` lets ranks measure: the allocator's figures of a steady step at each stage, beside the books and the closed form;
+and, for `gpu_simulation`, the allocator's counters and its history over a few steps.
+"""
 
+import time
 from typing import Any
 
 import torch
@@ -8,6 +11,7 @@ import torch.distributed as dist
 from benchmarks import engines, models
 from benchmarks.gpu_cases import Found, prepare
 from benchmarks.measure import MIB, AllocationRecords
+from shardbook.ledger.allocator import CpuRecords
 
 CONFIG = models.GPTConfig(layers=12, width=1024, heads=16, vocab=16_384, sequence=512)
 WARM_STEPS = 3
@@ -87,3 +91,92 @@ def _train_once(contender: engines.Contender, config: models.GPTConfig, device: 
     inputs, targets = models.batch(config, 4, rank=dist.get_rank(), step=step)
     contender.step(inputs.to(device), targets.to(device))
     contender.settle()
+
+
+# ---- counters and history ---------------------------------------------------------------------------------------------------
+
+
+Trace = dict[str, Any]
+"""As ``torch.cuda.memory._snapshot`` gives it, without stacks."""
+
+
+class CudaHistory:
+    """Counters of ``memory_stats``, and the history that a snapshot ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        native: Any = torch._C
+        native._cuda_clearCublasWorkspaces()  # they are part of what a case takes
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        self.base, self.base_reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        self._highest: dict[str, int] = {}
+        torch.cuda.memory._record_memory_history(enabled=None)  # of a case that failed
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=2_000_000)
+
+    def begin(self) -> None:
+        """From here to :meth:`peak` is one reading."""
+        self._note()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - self.base
+
+    def _note(self) -> dict[str, int]:
+        """The counters; what was reserved counts from the start, as the replay's does."""
+        stats = {name: int(value) for name, value in torch.cuda.memory_stats(self._device).items() if _is_compared(name)}
+        for name in ("reserved_bytes.all.peak", "segment.all.peak"):
+            stats[name] = self._highest[name] = max(self._highest.get(name, 0), stats[name])
+        return stats
+
+    def stop(self) -> tuple[Trace, dict[str, int]]:
+        index = self._device.index or 0
+        snapshot: Any = torch.cuda.memory._snapshot(self._device)
+        torch.cuda.memory._record_memory_history(enabled=None)
+        stats = self._note()
+        traces = [[{key: value for key, value in entry.items() if key != "frames"} for entry in snapshot["device_traces"][index]]]
+        return {**{name: snapshot.get(name) for name in ("segments", "allocator_settings")}, "device_traces": traces}, stats
+
+
+def _is_compared(name: str) -> bool:
+    kinds = ("allocated_bytes.", "reserved_bytes.", "active_bytes.", "requested_bytes.", "inactive_split_bytes.", "segment.")
+    return name.startswith("num_") or (name.startswith(kinds) and name.endswith((".all.current", ".all.peak")))
+
+
+class CpuHistory:
+    """The same from the profiler's records: there are no counters, and nothing is reserved."""
+
+    base = base_reserved = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._records = CpuRecords()
+        self._records.start()
+        self._marks: list[int] = []
+
+    def begin(self) -> None:
+        self._marks.append(time.perf_counter_ns())
+
+    def peak(self) -> int:
+        self._marks.append(time.perf_counter_ns())
+        return 0  # known when the records end
+
+    def stop(self) -> tuple[Trace, dict[str, int]]:
+        changes = self._records.stop()
+        if changes is None:
+            raise RuntimeError("the profiler's records are lost: another profiler took their place")
+        entries = [
+            {"action": action, "addr": one.address, "size": abs(one.nbytes), "stream": 0, "time_us": one.nanoseconds // 1000}
+            for one in changes
+            for action in (("alloc",) if one.nbytes > 0 else ("free_requested", "free_completed"))
+        ]
+        live, highest = 0, [0] * (len(self._marks) // 2)
+        for one in changes:
+            live += one.nbytes
+            for number in range(len(highest)):
+                if self._marks[2 * number] <= one.nanoseconds <= self._marks[2 * number + 1]:
+                    highest[number] = max(highest[number], live)
+        return {"device_traces": [entries], "segments": [], "allocator_settings": None}, {
+            f"reading {number}": value for number, value in enumerate(highest)
+        }

@@ -49,7 +49,7 @@ def sum_of_squares(piece: Tensor, start: int, scratch: Tensor) -> Tensor:
     fp32 values cannot overflow float64.
     """
     total = torch.zeros((), dtype=torch.float64, device=piece.device)
-    begin = 0 if is_memory_known(piece) else piece.numel()
+    begin = 0 if is_memory_known(piece) else max(0, piece.numel() - 1)  # without values one block stands for all
     while begin < piece.numel():
         end = min(piece.numel(), begin + BLOCK_NUMEL - (start + begin) % BLOCK_NUMEL)
         block = scratch[: end - begin]

@@ -101,6 +101,7 @@ class Simulated:
         assumptions: what was taken for granted where values would have decided, in sentences.
         replayed: the caching allocator; None on a CPU.
         seconds: that the simulation took.
+        blocks: how many of the model's repeated blocks ran; None: all of them.
     """
 
     rank: int
@@ -114,6 +115,7 @@ class Simulated:
     assumptions: tuple[str, ...]
     replayed: Replayed | None = None
     seconds: float = 0.0
+    blocks: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

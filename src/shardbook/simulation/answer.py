@@ -147,6 +147,7 @@ def _simulated(asked: Asked, run: Run) -> Simulated:
         assumptions=(*run.assumptions, *_extrapolation(run)),
         replayed=run.replayed,
         seconds=run.seconds,
+        blocks=run.blocks,
     )
 
 

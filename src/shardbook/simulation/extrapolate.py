@@ -38,13 +38,14 @@ class Chain:
 
 
 def chain_of(model: nn.Module) -> Chain | None:
-    """The longest list of modules that are alike in everything that takes memory; None: there is none."""
+    """The longest list of modules that are alike in everything that may take memory; None: there is none."""
     found = [
         Chain(path, len(module))
         for path, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _are_alike(list(module.children()))
     ]
-    return max(found, key=lambda chain: chain.length, default=None)
+    longest = max(found, key=lambda chain: chain.length, default=None)
+    return longest if longest is not None and _are_apart(model, longest) else None
 
 
 def extrapolated(asked: Asked, given: Functions, model: nn.Module, chain: Chain) -> Run | None:
@@ -185,14 +186,46 @@ def _line(values: Sequence[int], length: int) -> int | None:
 
 
 def _are_alike(blocks: Sequence[nn.Module]) -> bool:
-    return len({_shape_of(block) for block in blocks}) == 1
+    """A setting may be a block's own number: then it is that in each of them."""
+    described = [_described(block) for block in blocks]
+    numbers = list(range(len(blocks)))
+    return len({len(one) for one in described}) == 1 and all(
+        all(value == values[0] for value in values) or list(values) == numbers for values in zip(*described, strict=True)
+    )
 
 
-def _shape_of(block: nn.Module) -> tuple[object, ...]:
-    """Classes, types and shapes of everything below a block, and its plain settings."""
-    tensors = [
-        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        for named in (block.named_parameters(), block.named_buffers())
-        for name, tensor in named
-    ]
-    return (*((name, type(module), module.training) for name, module in block.named_modules()), *tensors)
+def _are_apart(model: nn.Module, chain: Chain) -> bool:
+    """Whether no parameter or buffer of a block is another's as well."""
+    blocks = list(model.get_submodule(chain.path).children())
+    owners = [{id(tensor) for tensor in (*block.parameters(), *block.buffers())} for block in blocks]
+    return sum(map(len, owners)) == len(set[int]().union(*owners)) and not set[int]().union(*owners) & _outside(model, chain)
+
+
+def _outside(model: nn.Module, chain: Chain) -> set[int]:
+    return {
+        id(tensor)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if _number(path, chain) is None
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
+
+
+def _described(block: nn.Module) -> list[object]:
+    """Classes, plain settings, types and shapes of everything below a block."""
+    found: list[object] = []
+    for name, module in block.named_modules():
+        found += [name, type(module)]
+        for key, value in sorted(vars(module).items()):
+            found += [key, _plain(value)]
+    for named in (block.named_parameters(), block.named_buffers()):
+        found += [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in named]
+    return found
+
+
+def _plain(value: object) -> object:
+    """A setting to be compared: digits in a name only say which block it is, and of anything else than plain data the kind counts."""
+    if isinstance(value, str):
+        return re.sub(r"\d+", "#", value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return repr(value) if isinstance(value, tuple) else type(value).__name__  # pyright: ignore[reportUnknownArgumentType]

@@ -52,7 +52,8 @@ class Fsdp2:
         self.optimizer = optimizer(model.parameters())
 
     def micro_batch(self, batch: Any, *, last: bool) -> None:
-        _objective(self._loss(called(self.model, batch)), self._config.accumulate).backward()
+        output = called(self.model, batch)  # held until backward is over, as most loops do
+        _objective(self._loss(output), self._config.accumulate).backward()
 
     def step(self) -> None:
         _step(self.model, self.optimizer, self._config)
@@ -85,7 +86,8 @@ class Ddp:
     def micro_batch(self, batch: Any, *, last: bool) -> None:
         with self._reducing(last):
             with _computing_in(self._config.precision):
-                loss = self._loss(called(self.model, batch))
+                output = called(self.model, batch)
+                loss = self._loss(output)
             _objective(loss, self._config.accumulate).backward()
 
     def step(self) -> None:

@@ -7,6 +7,7 @@ not here take nothing, or it is not known: ``docs/accuracy.md`` shows which peak
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardbook.forecasting import scratch
@@ -46,8 +47,37 @@ def _layer_norm_backward(arguments: Sequence[Any], _: Any) -> int:
     return scratch.layer_norm_backward(columns, x.element_size())
 
 
+def _sum(arguments: Sequence[Any], result: Any) -> int:
+    """What is summed up is cast first where the sum has a wider type: flags are counted in int64. (Seen by the profiler.)"""
+    x: Tensor = arguments[0]
+    counts = x.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+    wider = x.dtype != result.dtype and (counts or result.element_size() > x.element_size())
+    return x.numel() * result.element_size() if wider else 0
+
+
+def _beside_a_number(arguments: Sequence[Any], _: Any) -> int:
+    """A Python number becomes a tensor of 8 bytes, and that one of the other's type. (Seen by the profiler.)"""
+    first, *others = arguments
+    one = first[0] if isinstance(first, (list, tuple)) and first else first  # pyright: ignore[reportUnknownVariableType]
+    number: Any = others[0] if others else None
+    number = number[0] if isinstance(number, (list, tuple)) and number else number  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(one, Tensor) or not isinstance(number, (int, float)):
+        return 0
+    same = one.dtype is torch.float64 and isinstance(number, float)
+    return 8 if same else 8 + one.element_size()
+
+
 _CPU: dict[str, Model] = {
     "_scaled_dot_product_flash_attention_for_cpu.default": _attention_forward,
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
     "native_layer_norm_backward.default": _layer_norm_backward,
+    "sum.default": _sum,
+    "sum.dim_IntList": _sum,
+    **{f"{name}{end}.Tensor": _beside_a_number for name in ("add", "sub", "mul", "div") for end in ("", "_")},
+    **{
+        f"_foreach_{name}{end}.{overload}": _beside_a_number
+        for name in ("add", "sub", "mul", "div")
+        for end in ("", "_")
+        for overload in ("Scalar", "ScalarList")
+    },
 }

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import shardbook as sb
 from benchmarks.forecast_grid import Point, build, forecast, measure_all_from_the_start
 from benchmarks.simulation_grid import pairs_of, simulate
-from shardbook.forecasting.conventions import ACCOUNTS
 from tests import ranks
 
 POINTS = (
@@ -136,7 +135,7 @@ def test_the_generator_is_where_it_was():
 
 def left_behind():
     gc.collect()
-    fake = sum(isinstance(found, FakeTensor) for found in gc.get_objects())
+    fake = sum(issubclass(type(found), FakeTensor) for found in gc.get_objects())  # isinstance would ask what stands for another
     return dist.is_initialized(), _get_current_dispatch_mode_stack(), torch.UntypedStorage.resize_, gc.isenabled(), fake
 
 
@@ -182,4 +181,3 @@ def test_persistent_accounts_are_a_share_of_the_ranks(simulated):
     many = simulate(Point(shape="small gpt", stage=3, ranks=1024, sequence=32))
     alone = simulate(Point(shape="small gpt", stage=3, ranks=1, sequence=32))
     assert alone.persistent / 1024 <= many.persistent <= alone.persistent / 1024 * 6  # shards begin at multiples of 64 elements
-    assert {name for name in many.accounts if name in ACCOUNTS} == {name for name in alone.accounts if name in ACCOUNTS}

@@ -1,6 +1,5 @@
 """One simulated run: a group, tensors without values, an engine, and three looks of the ledger."""
 
-import gc
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -91,7 +90,7 @@ def built(given: Functions) -> nn.Module:
 def run(asked: Asked, given: Functions, *, finely: bool = False) -> Run:
     """Take two steps; ``finely``: heights of each unit and operator."""
     began = time.perf_counter()
-    with _no_collection(), _stage(asked) as (mode, memory):
+    with _stage(asked) as (mode, memory):
         with explained("build_model()"), building():
             model = check_model(given.build_model(), mode)
         known = Model.of(model)
@@ -117,21 +116,6 @@ def run(asked: Asked, given: Functions, *, finely: bool = False) -> Run:
         seconds=time.perf_counter() - began,
         replayed=_replayed(asked, memory),
     )
-
-
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """Looking for cycles, again and again, among all of torch's objects and the books' would take a third of the time."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -9,7 +9,9 @@ caching                     the run through a model of a device's caching alloca
 answer                      all of it as a forecast
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
@@ -75,11 +77,27 @@ def simulate(
         config=config, engine=engine, ranks=ranks, rank=rank, device=device, allocator=allocator, blocks=blocks
     )  # fmt: skip
     given = Functions(build_model=build_model, build_batch=build_batch, optimizer=optimizer, loss=loss or usual_loss)
-    if asked.may_extrapolate:
-        model = built(given)
-        chain, known = chain_of(model), Model.of(model)
-        if chain is not None and chain.length >= WORTHWHILE and (found := extrapolated(asked, given, model, chain)) is not None:
-            return answer(asked, found, known)
-        del model
-    found = run(asked, given)
-    return answer(asked, found, found.model)
+    with _no_collection():
+        if asked.may_extrapolate:
+            model = built(given)
+            chain, known = chain_of(model), Model.of(model)
+            if chain is not None and chain.length >= WORTHWHILE and (found := extrapolated(asked, given, model, chain)) is not None:
+                return answer(asked, found, known)
+            del model
+        found = run(asked, given)
+        return answer(asked, found, found.model)
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """Looking for cycles, again and again, among all of torch's objects and the books' would take a third of the time."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -29,7 +29,9 @@ def answer(asked: Asked, run: Run, model: Model) -> Forecast:
     convention = _convention(asked, run.optimizer)
     step = bottleneck.step_forward(_situation(asked, accounts, convention, highest.phase))
     dominant = bottleneck.dominant(accounts)
-    reserved = None if run.replayed is None else (run.replayed.reserved, run.replayed.reserved)
+    beyond = _above(asked, run, accounts)
+    slack = next((line for line in beyond if line.name == "reserved"), None)
+    reserved = None if slack is None else (highest.allocated + slack.low, highest.allocated + slack.high)
     return Forecast(
         model=model.name,
         num_parameters=model.num_parameters,
@@ -49,7 +51,7 @@ def answer(asked: Asked, run: Run, model: Model) -> Forecast:
         not_modelled=_not_modelled(asked),
         sent=run.sent,
         phases=(*_phases(run.later, first=False), *_phases(run.first, first=True)),
-        above=_above(asked, run, accounts),
+        above=beyond,
         step_forward=step,
         largest_tensor=model.largest_tensor,
         weights=model.num_parameters * DTYPE_NBYTES[asked.config.precision.param],
@@ -114,22 +116,29 @@ def _with_libraries(asked: Asked, run: Run) -> Run:
 
 
 def _above(asked: Asked, run: Run, accounts: Mapping[str, int]) -> tuple[Above, ...]:
-    """Context and communicators as the closed form has them; what is reserved comes from the replay."""
+    """Context and communicators as the closed form has them. What is reserved is at least what the replay says, and, as no GPU has held it
+    yet, at most what the closed form allows for holes.
+    """
     if asked.device is None:
         return ()
     around = above.Surroundings(
         device=asked.device.name,
         ranks=asked.ranks,
         groups=int(asked.ranks > 1),
+        expandable=asked.settings.expandable_segments,
         settled=sum(nbytes for account, nbytes in accounts.items() if account in ACCOUNTS),
     )
     allocated = sum(accounts.values())
-    found = [line for line in above.lines(allocated, around) if line.name != "reserved"]
-    if run.replayed is not None:
-        beyond = max(0, run.replayed.reserved - allocated)
-        source = "a model of PyTorch's caching allocator, fed with the simulated run (docs/allocator.md)"
-        found.insert(0, Above(name="reserved", low=beyond, high=beyond, source=source))
-    return tuple(found)
+    lines = above.lines(allocated, around)
+    if run.replayed is None:
+        return lines
+    low = max(0, run.replayed.reserved - allocated)
+    return tuple(_held_against(line, low) if line.name == "reserved" else line for line in lines)
+
+
+def _held_against(line: Above, replayed: int) -> Above:
+    source = f"at least: a model of PyTorch's caching allocator, fed with this run (docs/allocator.md); at most: {line.source}"
+    return replace(line, low=replayed, high=max(replayed, line.high), source=source)
 
 
 def _simulated(asked: Asked, run: Run) -> Simulated:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,17 +94,15 @@ def run(asked: Asked, given: Functions, *, finely: bool = False) -> Run:
         with explained("build_model()"), building():
             model = check_model(given.build_model(), mode)
         known = Model.of(model)
-        trainer = _trainer(asked, model, _checked_optimizer(given.optimizer, model), given.loss)
-        batch = _checked_batch(given.build_batch, mode)
-        with explained("the model"), unpacked() as assumed:
+        with _trainer(asked, given, model) as trainer, explained("the model"), unpacked() as assumed:
             how: Mapping[str, Any] = {"accumulate": asked.config.accumulate, "finely": finely}
+            batch = _checked_batch(given.build_batch, mode)
             first = observe(trainer, batch, memory, **how)
             sender = trainer if isinstance(trainer, Own) else memory
             before = sender.sent
             later = observe(trainer, batch, memory, **how)
-            sent = sender.sent - before
-        optimizer, assumptions = _name_of(trainer.optimizer), (*trainer.assumptions, *assumed)
-        trainer.close()
+            optimizer, sent = _name_of(trainer.optimizer), sender.sent - before
+            assumptions = (*trainer.assumptions, *assumed)
         del model, trainer
     return Run(
         model=known,
@@ -149,12 +147,23 @@ def _replayed(asked: Asked, memory: FakeMemory) -> Replayed | None:
     return replayed(memory.trace, held(asked.device.name), asked.settings, asked.allocator)
 
 
-def _trainer(asked: Asked, model: nn.Module, optimizer: OptimizerFactory, loss: Loss) -> Trainer:
+@contextmanager
+def _trainer(asked: Asked, given: Functions, model: nn.Module) -> Generator[Trainer]:
+    """Who takes the steps. If they fail, that is what is told, not that it can't be closed in the middle of one."""
+    optimizer = _checked_optimizer(given.optimizer, model)
     if asked.engine == "shardbook":
-        return Own(model, optimizer, asked.config, loss)
-    from shardbook.simulation.peers import Ddp, Fsdp2
+        trainer = Own(model, optimizer, asked.config, given.loss)
+    else:
+        from shardbook.simulation.peers import Ddp, Fsdp2
 
-    return (Fsdp2 if asked.engine == "fsdp2" else Ddp)(model, optimizer, asked.config, loss)
+        trainer = (Fsdp2 if asked.engine == "fsdp2" else Ddp)(model, optimizer, asked.config, given.loss)
+    try:
+        yield trainer
+    except BaseException:
+        with suppress(Exception):
+            trainer.close()
+        raise
+    trainer.close()
 
 
 def _name_of(optimizer: Any) -> str:

@@ -61,9 +61,16 @@ def _promised(found: Grid) -> Section:
     _promise_equal(section, "later steps, rank 0", rank0)
     _promise_equal(section, "later steps, every simulated rank", later)
     _promise_equal(section, "first step, every simulated rank", first)
-    placed = sum(pair.is_same_place for pair in later)
-    said = f"{placed} of {len(later)} peaks are simulated in the measured phase, unit and operator, at least {0.9:.0%}"
-    section.promise(said, holds=placed >= 0.9 * len(later))
+    pairs = [*first, *later]
+    placed = sum(pair.is_same_place for pair in pairs)
+    said = f"{placed} of {len(pairs)} peaks are simulated in the measured phase and unit"
+    section.promise(said, holds=placed == len(pairs))
+    inside = [pair for pair in later if pair.measured.operator]
+    same = sum(pair.is_same_operator for pair in inside)
+    section.promise(f"{same} of the {len(inside)} later peaks inside an operator are simulated in that operator", holds=same == len(inside))
+    heights = sum(not any(pair.phases.values()) for pair in pairs)
+    said = f"the highest instant of every phase is equal to the byte in {heights} of {len(pairs)}, at least {EQUAL_SHARE:.0%}"
+    section.promise(said, holds=heights >= EQUAL_SHARE * len(pairs))
     sent = sum(one.sent[0] == one.sent[1] for one in found.points)
     said = f"bytes sent in a step are equal in {sent} of {len(found.points)} runs"
     section.promise(said, holds=sent == len(found.points))

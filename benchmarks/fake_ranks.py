@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import ranks
 from shardbook.events import Booking, Event
@@ -25,6 +24,7 @@ from shardbook.ledger.counters import peak_resident_nbytes
 from shardbook.ledger.ledger import Ledger
 from shardbook.models.config import DecoderConfig
 from shardbook.models.decoder import Decoder, init_weights
+from shardbook.simulation.group import fake_group
 
 SEVEN_BILLION = DecoderConfig(vocab=32_000, layers=32, width=4096, heads=32, kv_heads=32, ffn=11_008)
 SMALL = DecoderConfig(vocab=320, layers=3, width=96, heads=4, kv_heads=2, ffn=208)
@@ -55,21 +55,18 @@ class Books:
 
 def seven_billion(num_ranks: int = 1024) -> Cost:
     """Build the 7B model on the meta device and step once, as one of ``num_ranks``."""
-    _join_fake(num_ranks)
-    began = time.perf_counter()
-    books, num_parameters = _train_fake(SEVEN_BILLION, stage=3, precision="bf16", sequence=SEQUENCE, num_steps=1)
-    seconds = time.perf_counter() - began
+    with fake_group(num_ranks, 0):
+        began = time.perf_counter()
+        books, num_parameters = _train_fake(SEVEN_BILLION, stage=3, precision="bf16", sequence=SEQUENCE, num_steps=1)
+        seconds = time.perf_counter() - began
     resident_mib = peak_resident_nbytes() / 2**20
     return Cost(num_parameters=num_parameters, seconds=seconds, resident_mib=resident_mib, persistent_nbytes=sum(books.between.values()))
 
 
 def fake_books(num_ranks: int, rank: int) -> list[Books]:
     """The small model on fake tensors, as ``rank``, in each of :data:`SETTINGS`."""
-    _join_fake(num_ranks, rank)
-    try:
+    with fake_group(num_ranks, rank):
         return [_train_fake(SMALL, stage=stage, precision=precision, sequence=16, num_steps=3)[0] for stage, precision in SETTINGS]
-    finally:
-        dist.destroy_process_group()
 
 
 def real_books() -> list[Books]:
@@ -127,12 +124,6 @@ class _Highest:
 
 def _plain(balances: Any) -> Balances:
     return {f"{account} on {tier}": nbytes for (account, tier), nbytes in sorted(balances.items())}
-
-
-def _join_fake(num_ranks: int, rank: int = 0) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
 
 
 def in_its_own_process() -> Cost:

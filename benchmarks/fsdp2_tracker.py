@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.evidence_engine import Section, prose, table
+from shardbook.simulation.group import fake_group
 
 GIB = 2**30
 Recomputed = Literal["none", "full", "selective"]
@@ -208,13 +208,9 @@ def _peaks(
 @contextmanager
 def _fake_group(ranks: int) -> Iterator[Any]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
+    with fake_group(ranks, 0, alone_needs_one=True):
         yield init_device_mesh("cpu", (ranks,))
-    finally:
-        dist.destroy_process_group()
 
 
 def _fake_mode() -> Any:

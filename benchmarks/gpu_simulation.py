@@ -35,6 +35,7 @@ from shardbook.replay.replay import replay
 from shardbook.replay.settings import Settings
 from shardbook.replay.snapshot import Entry, snapshot_of
 from shardbook.replay.trace import Event, alloc, free
+from shardbook.simulation import cuda_workspaces
 
 BUDGET_SECONDS = 225.0
 """For all trainings; what is predicted comes after them."""
@@ -323,6 +324,8 @@ def table(found: Sequence[Row], depends: dict[str, str]) -> str:
     for row in found:
         if row.wrong:
             lines += [f"* {row.case}: {row.status}", *(f"    * {line}" for line in row.wrong[:6])]
+    lines += ["", "Kernels that are modelled:", *(f"* {model.name} ({model.source})" for model in cuda_workspaces.MODELS)]
+    lines += ["", "Known to differ, and without a figure:", *(f"* {what}" for what in cuda_workspaces.NOT_MODELLED)]
     counts = {status: sum(row.status == status for row in found) for status in ("passed", "failed", "not run")}
     return "\n".join([*lines, "", ", ".join(f"{count} {status}" for status, count in counts.items())])
 

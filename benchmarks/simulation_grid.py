@@ -67,8 +67,13 @@ class Pair:
 
     @property
     def is_same_place(self) -> bool:
-        """Phase, unit and operator of the peak."""
-        return (self.simulated.phase, self.simulated.unit, self.simulated.operator) == self.place
+        """Phase and unit of the peak."""
+        return (self.simulated.phase, self.simulated.unit) == (self.measured.phase, self.measured.unit)
+
+    @property
+    def is_same_operator(self) -> bool:
+        """Where the measured peak is inside an operator; between two of them a simulation, which takes no time, may name either."""
+        return self.simulated.operator == self.measured.operator
 
     @property
     def phases(self) -> dict[str, int]:

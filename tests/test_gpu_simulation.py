@@ -60,6 +60,7 @@ def test_the_table_and_its_data_lie_beside_what_was_measured(tried):
     folder, rows = tried
     text, data = (folder / "table.md").read_text(), json.loads((folder / "table.json").read_text())
     assert all(f"| {row.case} |" in text for row in rows)
+    assert all(f"* {line}" in text for line in (*(model.name for model in cuda_workspaces.MODELS), *cuda_workspaces.NOT_MODELLED))
     assert text.rstrip().endswith("2 passed, 0 failed, 0 not run")
     assert [row["measured"]["later"] for row in data["rows"]] == [row.measured.later for row in rows]
     assert data["rows"][0]["figures"]["forecast %"] == pytest.approx(

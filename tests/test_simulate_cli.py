@@ -121,26 +121,24 @@ def test_what_to_turn_next_is_the_closed_forms_where_both_see_the_same_bottlenec
     assert found["next_dominant"] == closed["next_dominant"]
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        (("--engine", "fsdp2"), "FSDP2's own code"),
-        (("--engine", "fsdp2", "--no-reshard"), "FSDP2's own code"),
-        (("--engine", "ddp"), "DistributedDataParallel's own code"),
-    ],
-)
-def test_others_run_their_own_code(capsys, llama, options, code):
-    found = answered(capsys, llama, *STEP, "--implementation", "shardbook", *options)
+def assert_others_own_code_ran(found, engine, code):
     assert code in found["source"]
-    assert found["engine"] == found["closed_form"]["engine"] == options[1]
+    assert found["engine"] == found["closed_form"]["engine"] == engine
     assert found["stage"] == found["closed_form"]["stage"]
     assert found["peak_allocated"] > found["persistent"] > 0
 
 
-def test_fsdp2_that_keeps_its_units_gathered_holds_more(capsys, llama):
+def test_fsdp2_runs_its_own_code_and_holds_more_where_it_keeps_its_units_gathered(capsys, llama):
     freed = answered(capsys, llama, *STEP, "--implementation", "shardbook", "--engine", "fsdp2")
     kept = answered(capsys, llama, *STEP, "--implementation", "shardbook", "--engine", "fsdp2", "--no-reshard")
+    for found in (freed, kept):
+        assert_others_own_code_ran(found, "fsdp2", "FSDP2's own code")
     assert kept["peak_allocated"] > freed["peak_allocated"]
+
+
+def test_ddp_runs_its_own_code(capsys, llama):
+    found = answered(capsys, llama, *STEP, "--implementation", "shardbook", "--engine", "ddp")
+    assert_others_own_code_ran(found, "ddp", "DistributedDataParallel's own code")
 
 
 def test_a_device_has_an_allocator_of_its_own_and_a_verdict(capsys, llama):
@@ -337,6 +335,7 @@ def cost(*arguments):
     return json.loads(done.stdout), float(seconds), int(kib) / 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "most"), [(("llama-2-7b", "--ranks", "64"), 6.0), (("llama-3.1-405b", "--ranks", "16384"), 30.0)])
 def test_large_models_on_many_ranks_take_seconds_and_little_memory(arguments, most):
     found, seconds, gib = cost(*arguments)

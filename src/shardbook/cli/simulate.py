@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardbook.cli.forecast_question import Question, one_line
 from shardbook.cli.meta_model import Builder
@@ -14,6 +14,9 @@ from shardbook.facts.catalog import rows
 from shardbook.facts.find import parse_count
 from shardbook.forecasting.choices import Choices
 from shardbook.forecasting.result import Forecast
+
+if TYPE_CHECKING:
+    from shardbook.simulation.build import Parts
 
 ENGINES = ("shardbook", "fsdp2", "ddp")
 NO_TORCH = "--simulate runs the engine, which needs torch, and it is not here: pip install 'shardbook[train]'; the closed form needs none"
@@ -49,27 +52,27 @@ class Simulation:
             raise ConfigError(fault)
         if find_spec("torch") is None:
             raise ConfigError(NO_TORCH)
-        build_model, build_batch, code = self._parts()
-        told, facts = self._run(build_model, build_batch), self.question.model
+        parts, facts = self._parts(), self.question.model
+        told = self._run(parts)
         unit, batch = facts.largest_unit, {name: self.question.arguments[name] for name in ("micro_batch", "sequence")}
         return replace(
             told,
             model=facts.name,
             stage=self.question.config.stage,
-            source=f"{told.source}; the model: {code}",
+            source=f"{told.source}; the model: {parts.code}",
             largest_unit=None if unit is None else (unit.name, unit.numel),
             inputs={**told.inputs, **batch},
             warnings=(*facts.notes, *told.warnings),
         )
 
-    def _run(self, build_model: Callable[[], Any], build_batch: Callable[[], Any]) -> Forecast:
+    def _run(self, parts: "Parts") -> Forecast:
         from shardbook.simulation.simulate import simulate
 
         arguments = self.question.arguments
         try:
             return simulate(
-                build_model,
-                build_batch,
+                parts.build_model,
+                parts.build_batch,
                 self._config,
                 ranks=arguments["ranks"],
                 optimizer=optimizer_of(arguments["choices"]),
@@ -96,20 +99,16 @@ class Simulation:
         config, keeps = self.question.config, not self.question.arguments["choices"].reshard
         return replace(config, stage=2) if keeps else config
 
-    def _parts(self) -> tuple[Callable[[], Any], Callable[[], Any], str]:
-        """Functions that build the model and a batch, and whose code the model is."""
-        from shardbook.simulation.build import parts_of, tokens
+    def _parts(self) -> "Parts":
+        from shardbook.simulation.build import Parts, parts_of, tokens
 
         arguments, builder = self.question.arguments, self.builder
-        micro_batch, sequence = arguments["micro_batch"], arguments["sequence"]
+        sizes = {name: arguments[name] for name in ("micro_batch", "sequence")}
         if builder is None:
-            implementation = arguments["choices"].implementation
-            parts = parts_of(
-                self.question.model, micro_batch=micro_batch, sequence=sequence, path=self._path, implementation=implementation
-            )
-            return parts.build_model, parts.build_batch, parts.code
+            return parts_of(self.question.model, **sizes, path=self._path, implementation=arguments["choices"].implementation)
         batch = builder.batch
-        return builder.function, tokens(micro_batch, sequence) if batch is None else lambda: batch(micro_batch, sequence), self.model
+        build_batch = tokens(**sizes) if batch is None else lambda: batch(*sizes.values())
+        return Parts(build_model=builder.function, build_batch=build_batch, code=self.model)
 
     @property
     def _path(self) -> Path | None:

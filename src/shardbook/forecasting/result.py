@@ -120,7 +120,7 @@ class Simulated:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Bytes on the rank that holds most.
+    """Bytes on the rank that holds most; a simulation's on the one that it was, ``simulated.rank``.
 
     Args:
         model, num_parameters, source: what was asked about, and where its facts come from.

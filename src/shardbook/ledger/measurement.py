@@ -25,6 +25,7 @@ from shardbook.events import Booking, Event, Mark, Traffic
 from shardbook.ledger import assemble
 from shardbook.ledger.allocator import is_profiling, shown
 from shardbook.ledger.counters import counters
+from shardbook.ledger.heights import Height, heights
 from shardbook.ledger.items import Items
 from shardbook.ledger.ledger import Ledger
 from shardbook.ledger.memory import REAL, Memory
@@ -32,7 +33,7 @@ from shardbook.ledger.owners import Owners
 from shardbook.ledger.peers import module_of
 from shardbook.ledger.peers_naming import tensors_in
 from shardbook.ledger.places import Places
-from shardbook.ledger.reconcile import Blocks, Height, StepLog, curve, heights, place_of_peak, reconcile
+from shardbook.ledger.reconcile import Blocks, StepLog, curve, place_of_peak, reconcile
 from shardbook.ledger.shortage import Situation, asked_nbytes, shortage_of
 from shardbook.ledger.timeline import Timeline, clock_for
 from shardbook.ledger.watcher import Operator, Watcher, is_out_of_memory

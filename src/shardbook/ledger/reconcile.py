@@ -244,72 +244,6 @@ def reconcile(log: StepLog, rank: int, base: int, apart: Collection[Item] = ()) 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Height:
-    """A highest instant: where it was, what the allocator held, and what the books say it was.
-
-    ``operator`` ran then, or had run last; ``nbytes`` were given out last.
-    """
-
-    phase: str
-    unit: str
-    operator: str
-    nbytes: int
-    allocated: int
-    books: Mapping[str, int]
-
-
-def heights(log: StepLog, apart: Collection[Item] = (), *, finely: bool = False) -> list[Height]:
-    """The highest instant of each phase of a step, in the order in which phases begin.
-
-    ``finely``: of each unit in each phase, and there of each operator and number of bytes by which it is reached. Whatever is highest in
-    a model of more units that are alike is among these.
-    """
-    highest: dict[tuple[str, str, str, int], tuple[int, int, tuple[str, str, str, int]]] = {}
-    for instant, running, nbytes, operator in _rises(log, sum(item.nbytes for item in apart)):
-        place = ("between", "", "", nbytes) if operator is None else (operator.phase, operator.unit, operator.name, nbytes)
-        key = place if finely else (place[0], "", "", 0)
-        if key not in highest or running > highest[key][0]:
-            highest[key] = running, instant, place
-    books = _books_at(Reader(log, apart), sorted(instant for _, instant, _ in highest.values()))
-    return [
-        Height(phase=phase, unit=unit, operator=operator, nbytes=nbytes, allocated=allocated, books=books[instant])
-        for allocated, instant, (phase, unit, operator, nbytes) in highest.values()
-    ]
-
-
-def _rises(log: StepLog, apart: int) -> Iterator[tuple[int, int, int, Operator | None]]:
-    """(instant, total, bytes given out, operator that began last) of each allocation of a step."""
-    running = sum(block.nbytes for block in log.before.values()) + log.unknown - apart
-    live = {address: block.nbytes for address, block in log.before.items()}
-    following = 0
-    for change in log.changes:
-        running -= live.pop(change.address, 0)
-        if change.nbytes <= 0:
-            continue
-        live[change.address] = change.nbytes
-        running += change.nbytes
-        while following < len(log.operators) and log.operators[following].begin <= change.nanoseconds:
-            following += 1
-        yield change.nanoseconds, running, change.nbytes, log.operators[following - 1] if following else None
-
-
-def _books_at(reader: Reader, instants: Sequence[int]) -> dict[int, dict[str, int]]:
-    """Account to bytes at each instant, all in one pass through the step."""
-    edges = sorted((edge for block in reader.blocks for edge in _edges(reader, block)), key=lambda edge: edge[0])
-    totals: defaultdict[str, int] = defaultdict(int)
-    found: dict[int, dict[str, int]] = {}
-    following = 0
-    for instant in instants:
-        while following < len(edges) and edges[following][0] <= instant:
-            totals[edges[following][1]] += edges[following][2]
-            following += 1
-        totals[Account.UNACCOUNTED] += reader.log.unknown
-        found[instant] = {str(account): totals[account] for account in Account if totals[account]}
-        totals[Account.UNACCOUNTED] -= reader.log.unknown
-    return found
-
-
 def place_of_peak(log: StepLog) -> tuple[str, str]:
     """(phase, unit) in which the peak of a step was."""
     index = bisect_right(log.operators, log.peak.instant, key=lambda operator: operator.begin) - 1
@@ -335,14 +269,10 @@ def _item(block: Block, held: Held, reader: Reader) -> document.Item:
 def curve(log: StepLog, rank: int, apart: Collection[Item] = (), num_points: int = 400) -> document.Curve:
     """Memory over the step, account by account; of each stretch of time, the instant with most."""
     reader = Reader(log, apart)
-    edges: list[tuple[int, str, int]] = []
-    for block in reader.blocks:
-        edges += _edges(reader, block)
-    edges.sort(key=lambda edge: edge[0])
     totals: defaultdict[str, int] = defaultdict(int)
     points: dict[int, tuple[float, int, dict[str, int]]] = {}
     span = max(1, log.end - log.begin)
-    for instant, account, nbytes in edges:
+    for instant, account, nbytes in edges_of(reader):
         totals[account] += nbytes
         allocated = sum(totals.values()) + log.unknown
         slot = min(num_points - 1, max(0, (instant - log.begin) * num_points // span))
@@ -359,16 +289,23 @@ def curve(log: StepLog, rank: int, apart: Collection[Item] = (), num_points: int
     )
 
 
+def edges_of(reader: Reader) -> list[tuple[int, str, int]]:
+    """(instant, account, bytes more) of every change of a step, in order; what its blocks hold at the beginning comes first."""
+    return sorted((edge for block in reader.blocks for edge in _edges(reader, block)), key=lambda edge: edge[0])
+
+
 def _edges(reader: Reader, block: Block) -> Iterator[tuple[int, str, int]]:
-    """When a block begins and ends to be what it is."""
+    """When a block begins and ends to be what it is. What is longer than its item is in no account for the rest."""
     begin = max(block.allocated, reader.log.begin)
     end = block.freed if block.freed is not None else _FOREVER
     turns = sorted({begin, *(item.born for item in block.items[1:] if begin < item.born < end)})
     for start, stop in zip(turns, [*turns[1:], end], strict=True):
-        account = str(reader.held(block, start).account)
-        yield start, account, block.nbytes
-        if stop is not _FOREVER:
-            yield stop, account, -block.nbytes
+        held = reader.held(block, start)
+        for account, nbytes in ((held.account, held.nbytes), (Account.UNACCOUNTED, block.nbytes - held.nbytes)):
+            if nbytes:
+                yield start, str(account), nbytes
+                if stop is not _FOREVER:
+                    yield stop, str(account), -nbytes
 
 
 def _spans(log: StepLog) -> Iterator[tuple[str, str, float, float]]:

@@ -38,8 +38,6 @@ _LANDING = {"aten.detach.default", "aten.add_.Tensor", "aten.add.Tensor", "aten.
 _TOUCHED = {"between": (Account.INPUT, "read by the loop"), "backward": (Account.ACTIVATION, "saved before the measurement")}
 """What a tensor is that is older than the measurement, is nobody's, and is used in a phase: what batches are made of, or what a forward
 before the measurement has left; else something that the model reads as it would a buffer."""
-
-
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -100,7 +98,7 @@ class Watcher(TorchDispatchMode):
             raise
         operator.end = time.perf_counter_ns()
         if operator.name in _STAGED:
-            operator.staged = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[_STAGED[operator.name]]))
+            operator.staged = sum(tensor.numel() * tensor.element_size() for tensor in tensors_among(args[_STAGED[operator.name]]))
         try:
             self._see(func, args, kwargs, result, place)
         except BudgetError:
@@ -150,7 +148,7 @@ class Watcher(TorchDispatchMode):
         name, told = known
         for entry in told:
             self._claim(entry, args, kwargs or {}, result, (place, name))
-        for tensor in _tensors(result):
+        for tensor in tensors_among(result):
             item = self._items.see(tensor, Account.WORKSPACE, place, name)
             if item is not None:
                 self._note(item, place)
@@ -158,7 +156,7 @@ class Watcher(TorchDispatchMode):
             self._see_backward(name, args)
         if self._items.unclaimed:
             account, by = _TOUCHED.get(place[0], (Account.BUFFER, "read by the model"))
-            for tensor in _tensors(args):
+            for tensor in tensors_among(args):
                 self._items.touch(tensor, account, by)
 
     def _claim(self, told: Place, args: Any, kwargs: Any, result: Any, seen: tuple[tuple[str, str], str]) -> None:
@@ -170,7 +168,7 @@ class Watcher(TorchDispatchMode):
         else:
             found = kwargs.get(told.argument, ())
         place, name = seen
-        for tensor in _tensors(found):
+        for tensor in tensors_among(found):
             item = self._items.see(tensor, told.account, place, name)
             if item is not None and item.account is Account.WORKSPACE:
                 self._items.know(item, told.account, name)
@@ -200,7 +198,7 @@ class Watcher(TorchDispatchMode):
         if variable is None:
             return
         unit, name = self._places.name_of(variable)
-        for tensor in _tensors(args):
+        for tensor in tensors_among(args):
             item = self._items.find(tensor)
             if item is not None and item.account is Account.WORKSPACE:
                 self._items.know(item, Account.GRAD_FULL if self.reduces else Account.GRAD, f"gradient of {name}", unit)
@@ -245,11 +243,11 @@ def user_site() -> str:
     return ""
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_among(values: Any) -> Iterator[Tensor]:
     """Tensors of an operator's arguments or results."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         items: Iterable[Any] = values  # pyright: ignore[reportUnknownVariableType]
         for value in items:
-            yield from _tensors(value)
+            yield from tensors_among(value)

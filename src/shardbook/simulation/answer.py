@@ -8,7 +8,7 @@ from shardbook.checks import DTYPE_NBYTES
 from shardbook.forecasting import above, bottleneck
 from shardbook.forecasting.conventions import ACCOUNTS, PRESETS, Convention
 from shardbook.forecasting.result import Above, Forecast, PhasePeak, Simulated
-from shardbook.ledger.reconcile import Height
+from shardbook.ledger.heights import Height
 from shardbook.simulation.asked import Asked
 from shardbook.simulation.cuda_workspaces import held
 from shardbook.simulation.observe import Observed

@@ -9,7 +9,7 @@ from shardbook.errors import ConfigError
 from shardbook.facts.hardware import Device
 from shardbook.facts.hardware import device as find_device
 from shardbook.replay.settings import Settings
-from shardbook.simulation.given import check_group
+from shardbook.simulation.group import check_group
 
 ENGINES = ("shardbook", "fsdp2", "ddp")
 BLOCKS = ("auto", "all")
@@ -17,7 +17,7 @@ BLOCKS = ("auto", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Who trains, where. ``allocator``: settings of a device's caching allocator; "" for torch's defaults.
+    """Who trains, where. ``allocator``: settings of a device's caching allocator as they were given; "" for torch's defaults.
 
     Raises:
         ConfigError: a field outside what is allowed.

@@ -15,15 +15,13 @@ NUM_POINTS = 400
 
 
 def replayed(changes: Sequence[Change], held: int, settings: Settings, name: str) -> Replayed:
-    """``held``: bytes that libraries take with their first use and keep."""
+    """What comes of a run. ``held``: bytes that libraries take with their first use and keep; ``name``: the settings as text."""
     result = replay(events(changes, held), settings)
-    peak = result.peak_event
-    reserved = result.peak_reserved
     return Replayed(
         settings=name,
-        reserved=reserved,
+        reserved=result.peak_reserved,
         allocated=result.peak_allocated,
-        fragmented=1 - result.allocated[peak] / reserved if reserved else 0.0,
+        fragmented=result.unused_shares[result.peak_event],
         series=tuple(_series(result)),
     )
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from shardbook.forecasting import above
+from shardbook.simulation.workspaces import Workspaces
 
-Workspaces = Callable[[Any, Sequence[Any], Any], int]
 _CUDA = "aten/src/ATen/native/cuda"
 _ATTENTION = "aten/src/ATen/native/transformers/cuda"
 
@@ -113,7 +113,7 @@ def held(device: str) -> int:
 
 
 @cache
-def workspaces_on(device: str = "") -> Workspaces:
+def workspaces_on(device: str) -> Workspaces:
     """Who says how many bytes an operator holds besides its result on a device of the catalog; of any other, as an H100."""
     chip = chip_of(device)
 
@@ -122,11 +122,6 @@ def workspaces_on(device: str = "") -> Workspaces:
         return model(chip, args, result) if model is not None else 0
 
     return workspaces
-
-
-def workspaces(func: Any, args: Sequence[Any], result: Any) -> int:
-    """The same on an H100."""
-    return workspaces_on()(func, args, result)
 
 
 def chip_of(device: str) -> Chip:

@@ -2,22 +2,24 @@
 
 Blocks that are alike take alike. So what is held at an instant in the first or last blocks, or outside of them, is a straight line in
 their number, and among the blocks between it is one in their place. Both are looked at, account by account, in models of 5, 6 and 7
-blocks; where anything is not a line (buckets that blocks share, say), all blocks are run. Phases that don't own the peak may be some
-hundred bytes off.
+blocks; where anything is not a line (buckets that blocks share, say), all blocks are run. That the blocks between do what the others do
+is looked at in the whole model (`likeness`). Phases that don't own the peak may be some hundred bytes off.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardbook.accounts import Account
 from shardbook.config import ZeroConfig
 from shardbook.engine.partition import Part, partition
-from shardbook.ledger.reconcile import Height
+from shardbook.ledger.heights import Height
 from shardbook.simulation.asked import Asked
+from shardbook.simulation.likeness import are_alike, passes_of
 from shardbook.simulation.observe import Observed
 from shardbook.simulation.run import Functions, Run, run
 
@@ -52,9 +54,11 @@ def extrapolated(asked: Asked, given: Functions, model: nn.Module, chain: Chain)
     """The run of all blocks of ``model``, from short ones; None: it can't be told from them. The model is cut."""
     runs: list[Run] = []
     try:
-        whole = partition(model, asked.config.units)
+        whole, passes = partition(model, asked.config.units), passes_of(model, chain.path, given)
         for depth in reversed(DEPTHS):
             _cut(model, chain, depth)
+            if not runs and not are_alike(passes, passes_of(model, chain.path, given)):
+                return None
             config = _with_units(asked.config, whole, model)
             if config is None:
                 return None
@@ -106,8 +110,10 @@ def _observed(short: Sequence[Observed], chain: Chain) -> Observed | None:
         heights.append(height)
         rough += [height] if is_rough else []
     after = _lines([one.after for one in short], chain.length)
-    if after is None or max(heights, key=lambda height: height.allocated) in rough:
-        return None  # an exact peak is all that is promised
+    top = max(height.allocated for height in heights)
+    peaks = [height for height in heights if height.allocated == top]
+    if after is None or any(height in rough or height.books != peaks[0].books for height in peaks):
+        return None  # an exact peak is all that is promised; of two as high, which came first isn't known
     return replace(short[-1], heights=tuple(heights), after=after)
 
 
@@ -223,9 +229,15 @@ def _described(block: nn.Module) -> list[object]:
 
 
 def _plain(value: object) -> object:
-    """A setting to be compared: digits in a name only say which block it is, and of anything else than plain data the kind counts."""
+    """A setting to be compared: digits in a name only say which block it is, and of anything else than plain data and tensors the kind."""
     if isinstance(value, str):
         return re.sub(r"\d+", "#", value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    return repr(value) if isinstance(value, tuple) else type(value).__name__  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in cast("Sequence[object]", value)]
+    if isinstance(value, dict):
+        return [(_plain(key), _plain(item)) for key, item in cast("dict[object, object]", value).items()]
+    return type(value).__name__

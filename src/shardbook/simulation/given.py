@@ -10,31 +10,13 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardbook.errors import ConfigError, UsageError
+from shardbook.errors import ConfigError
 
 _DEEPEST = 16
 """Containers within containers of a batch; deeper ones hold themselves."""
-
-
-def check_group(ranks: Any, rank: Any) -> None:
-    """Raises:
-    ConfigError: ``ranks`` is no number of ranks, ``rank`` none of them.
-    UsageError: this process is in a process group already.
-    """
-    for name, value, least in (("ranks", ranks, 1), ("rank", rank, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} = {value!r}: allowed is a whole number from {least}; for example {least}")
-    if rank >= ranks:
-        raise ConfigError(f"rank = {rank}: allowed is 0 to {ranks - 1} with ranks = {ranks}; 0 is the default")
-    if dist.is_available() and dist.is_initialized():
-        raise UsageError(
-            f"simulate: this process is in a process group already ({dist.get_backend()}, {dist.get_world_size()} ranks), and a simulation"
-            " needs a fake one of its own; call it in another process, or before init_process_group, or after destroy_process_group()"
-        )
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 A fake tensor's storage has a size and no bytes. This mode lies right above the fake mode and sees every operator of the simulated
 engine; a storage that it sees for the first time has just been allocated, one that dies has been freed, and one that is resized is
-both. What a kernel takes and frees inside is not seen here, as nothing computes: a :data:`Workspaces` says it, operator by operator.
+both. What a kernel takes and frees inside is not seen here, as nothing computes: a `workspaces` function says it, operator by operator.
 The ledger reads the changes as it reads a profiler's.
 """
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardbook.ledger.allocator import Change
+from shardbook.ledger.watcher import tensors_among
 from shardbook.simulation.sent import sent_nbytes
+from shardbook.simulation.workspaces import Workspaces
 
+COUNTER = "storages of fake tensors, and what kernels are known to take inside"
 _DEVICE = torch.ops.prim.device.default
-
-Workspaces = Callable[[Any, Sequence[Any], Any], int]
-"""(operator, arguments, result) to the bytes that its kernel holds besides, while it runs."""
 
 
 class FakeMemory(TorchDispatchMode):
@@ -61,7 +61,7 @@ class FakeMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self._shapes_only():
             return result
-        for tensor in _tensors(result):
+        for tensor in tensors_among(result):
             self._see(tensor)
         if func.namespace == "c10d":
             self.sent += sent_nbytes(func, args, self._ranks)
@@ -144,14 +144,3 @@ class FakeMemory(TorchDispatchMode):
         """The changes since :meth:`start`."""
         changes, self._changes = self._changes, []
         return changes
-
-
-COUNTER = "storages of fake tensors, and what kernels are known to take inside"
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors(value)

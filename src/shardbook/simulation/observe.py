@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardbook.document import RunDocument
+from shardbook.ledger.heights import Height
 from shardbook.ledger.measurement import Measurement
-from shardbook.ledger.reconcile import Height
 from shardbook.simulation.memory import FakeMemory
 from shardbook.simulation.trainers import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """``heights``: the highest instant of each phase. ``after``: account to bytes when the step is over."""
+    """``heights``: the highest instants, by phase, or finely by unit and operator. ``after``: account to bytes when the step is over."""
 
     document: RunDocument
     heights: tuple[Height, ...]

@@ -1,4 +1,4 @@
-"""One simulated run: a group, tensors without values, an engine, and three looks of the ledger."""
+"""One simulated run: a group, tensors without values, an engine, and two steps under the ledger."""
 
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -12,13 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardbook.forecasting.result import Replayed
 from shardbook.simulation.asked import Asked
 from shardbook.simulation.assumptions import unpacked
+from shardbook.simulation.caching import replayed
+from shardbook.simulation.cuda_workspaces import held, workspaces_on
 from shardbook.simulation.given import building, check_batch, check_model, check_optimizer
 from shardbook.simulation.group import fake_group
-from shardbook.simulation.memory import FakeMemory, Workspaces
+from shardbook.simulation.memory import FakeMemory
 from shardbook.simulation.observe import Observed, observe
+from shardbook.simulation.peers import Ddp, Fsdp2
+from shardbook.simulation.peers_shapes import ShapesOnly
 from shardbook.simulation.refusals import explained
 from shardbook.simulation.trainers import Loss, OptimizerFactory, Own, Trainer
-from shardbook.simulation.workspaces import on_cpu, with_staging
+from shardbook.simulation.workspaces import Workspaces, on_cpu, with_staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +125,6 @@ def _stage(asked: Asked) -> Generator[tuple[FakeTensorMode, FakeMemory]]:
     mode = FakeTensorMode()
     with fake_group(asked.ranks, asked.rank, alone_needs_one=asked.engine != "shardbook"):
         if asked.engine == "fsdp2":
-            from shardbook.simulation.peers_shapes import ShapesOnly
-
             with ShapesOnly() as shapes, mode, FakeMemory(mode, _workspaces(asked), lambda: shapes.is_on) as memory:
                 yield mode, memory
         else:
@@ -133,17 +135,12 @@ def _stage(asked: Asked) -> Generator[tuple[FakeTensorMode, FakeMemory]]:
 def _workspaces(asked: Asked) -> Workspaces:
     if asked.device is None:
         return with_staging if asked.engine == "fsdp2" else on_cpu
-    from shardbook.simulation.cuda_workspaces import workspaces_on
-
     return workspaces_on(asked.device.name)
 
 
 def _replayed(asked: Asked, memory: FakeMemory) -> Replayed | None:
     if asked.device is None:
         return None
-    from shardbook.simulation.caching import replayed
-    from shardbook.simulation.cuda_workspaces import held
-
     return replayed(memory.trace, held(asked.device.name), asked.settings, asked.allocator)
 
 
@@ -154,8 +151,6 @@ def _trainer(asked: Asked, given: Functions, model: nn.Module) -> Generator[Trai
     if asked.engine == "shardbook":
         trainer = Own(model, optimizer, asked.config, given.loss)
     else:
-        from shardbook.simulation.peers import Ddp, Fsdp2
-
         trainer = (Fsdp2 if asked.engine == "fsdp2" else Ddp)(model, optimizer, asked.config, given.loss)
     try:
         yield trainer

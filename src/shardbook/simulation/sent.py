@@ -3,10 +3,10 @@
 An all-reduce is a reduce-scatter and an all-gather. Source: ZeRO paper, section 7; NCCL's rings and a direct exchange both send that much.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from shardbook.ledger.watcher import tensors_among
 
 _WHOLE: dict[str, tuple[int, int]] = {
     "_allgather_base_": (0, 1),
@@ -26,13 +26,5 @@ def sent_nbytes(operator: Any, arguments: Sequence[Any], ranks: int) -> int:
     if known is None:
         return 0
     argument, times = known
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(arguments[argument]))
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors_among(arguments[argument]))
     return times * whole * (ranks - 1) // ranks
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors(value)

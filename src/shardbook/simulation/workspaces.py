@@ -13,14 +13,17 @@ from torch import Tensor
 from shardbook.forecasting import scratch
 from shardbook.simulation.peers_staging import staged
 
-Model = Callable[[Sequence[Any], Any], int]
+Workspaces = Callable[[Any, Sequence[Any], Any], int]
+"""(operator, arguments, result) to the bytes that its kernel holds besides, while it runs."""
+
+_Kernel = Callable[[Sequence[Any], Any], int]
 """(arguments, result) to bytes."""
 
 
 def on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     """Of one operator on a CPU with one intra-op thread."""
-    model = _CPU.get(operator.__name__)
-    return model(arguments, result) if model is not None else 0
+    kernel = _CPU.get(operator.__name__)
+    return kernel(arguments, result) if kernel is not None else 0
 
 
 def with_staging(operator: Any, arguments: Sequence[Any], result: Any) -> int:
@@ -67,7 +70,7 @@ def _beside_a_number(arguments: Sequence[Any], _: Any) -> int:
     return 8 if same else 8 + one.element_size()
 
 
-_CPU: dict[str, Model] = {
+_CPU: dict[str, _Kernel] = {
     "_scaled_dot_product_flash_attention_for_cpu.default": _attention_forward,
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
     "native_layer_norm_backward.default": _layer_norm_backward,

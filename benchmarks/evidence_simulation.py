@@ -63,8 +63,7 @@ def _promised(found: Grid) -> Section:
     _promise_equal(section, "first step, every simulated rank", first)
     pairs = [*first, *later]
     placed = sum(pair.is_same_place for pair in pairs)
-    said = f"{placed} of {len(pairs)} peaks are simulated in the measured phase and unit"
-    section.promise(said, holds=placed == len(pairs))
+    section.promise(f"{placed} of {len(pairs)} peaks are simulated in the measured phase and unit", holds=placed == len(pairs))
     inside = [pair for pair in later if pair.measured.operator]
     same = sum(pair.is_same_operator for pair in inside)
     section.promise(f"{same} of the {len(inside)} later peaks inside an operator are simulated in that operator", holds=same == len(inside))
@@ -263,8 +262,7 @@ def _promise_start(section: Section, name: str, one: simulation_peers.ColdStart)
         for which, told, measured in zip(("first", "second"), one.simulated, one.measured, strict=True):
             said = f"{name}: the simulated {which} step is {told - measured:+,} bytes off a real one ({told / measured - 1:+.4%})"
             section.promise(f"{said}, bound {FURTHEST:.1%}", holds=abs(told / measured - 1) <= FURTHEST)
-        said = f"{name}: the tracker says {one.tracked[0] / one.measured[0]:.2f} times what the first step took"
-        section.text += prose(f"{said}.")
+        section.text += prose(f"{name}: the tracker says {one.tracked[0] / one.measured[0]:.2f} times what the first step took.")
         return
     times, stepping = one.tracked[0] / one.simulated[0], one.tracked[0] / one.stepping
     section.text += prose(

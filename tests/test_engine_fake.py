@@ -144,7 +144,7 @@ def recorded_steps(stage: int, precision: str, accumulate: int, entry: str, fake
     return bookings, balances(engine), dict(sent)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision, accumulate", [("fp32", 1), ("bf16", 1), ("bf16", 3)])
 def test_balances_are_those_of_a_real_run(stage: int, num_ranks: int, precision: str, accumulate: int) -> None:

@@ -32,6 +32,7 @@ def test_each_phase_has_its_highest_instant_with_place_and_books():
         ("forward", "second", "add", 40, 55),
         ("backward", "second", "mm", 3, 25),
     ]
+    assert [one.inside for one in heights(found)] == [False, True, True]
     assert [one.books for one in heights(found)] == [
         {"INPUT": 5},
         {"INPUT": 5, "ACTIVATION": 10, "WORKSPACE": 40},
@@ -75,6 +76,7 @@ def test_the_highest_of_all_is_the_peak_that_a_real_measurement_reconciles(finel
     found = run.heights(finely=finely)
     highest = max(found, key=lambda one: one.allocated)
     assert (highest.allocated, highest.phase, highest.unit) == (peak.allocated, peak.phase, peak.unit)
+    assert (highest.operator if highest.inside else "") == peak.operator
     assert highest.books == {name: nbytes for name, nbytes in peak.books.items() if nbytes}
     assert {one.phase for one in found} >= {"forward", "backward", "step"}
     assert all(sum(one.books.values()) == one.allocated for one in found)

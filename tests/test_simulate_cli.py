@@ -335,8 +335,13 @@ def cost(*arguments):
     return json.loads(done.stdout), float(seconds), int(kib) / 2**20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "most"), [(("llama-2-7b", "--ranks", "64"), 6.0), (("llama-3.1-405b", "--ranks", "16384"), 30.0)])
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [
+        (("llama-2-7b", "--ranks", "64"), 6.0),
+        pytest.param(("llama-3.1-405b", "--ranks", "16384"), 30.0, marks=pytest.mark.full),
+    ],
+)
 def test_large_models_on_many_ranks_take_seconds_and_little_memory(arguments, most):
     found, seconds, gib = cost(*arguments)
     assert seconds < most

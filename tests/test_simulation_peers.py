@@ -272,7 +272,7 @@ def states_of(model):
                 yield from group.fsdp_params
 
 
-@pytest.mark.parametrize("rank", [0, 40, 99])
+@pytest.mark.parametrize("rank", [0, pytest.param(40, marks=pytest.mark.full), 99])
 def test_pieces_that_nobody_looks_at_change_nothing(rank):
     few, every = (ranks.fake_rank(100, shards_of, all_pieces, rank=rank, seconds=SECONDS) for all_pieces in (False, True))
     assert few == every

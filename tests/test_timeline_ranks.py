@@ -50,7 +50,11 @@ def check(run: Callable[[], list[RankTimeline]], rank: int, cause: str, culprit:
     pytest.fail(f"{[f'{1e3 * one:.1f}' for one in found]} ms of {1e3 * expected:.1f} for rank {rank}, {cause}, culprit {culprit}")
 
 
-@pytest.mark.parametrize("num_ranks, stage", [(2, 0), (2, 3), (4, 1), (4, 3)])
+def in_full(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("num_ranks, stage", [(2, 0), in_full(2, 3), in_full(4, 1), (4, 3)])
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_late_rank(num_ranks: int, stage: int, work: float, where: str) -> None:
@@ -66,7 +70,7 @@ def test_a_late_rank(num_ranks: int, stage: int, work: float, where: str) -> Non
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, in_full(4)])
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("kind, stage, times", [("gather", 3, 2), ("reduce", 3, 1), ("refresh", 2, 1)])
 def test_late_messages_of_one_rank(num_ranks: int, work: float, kind: str, stage: int, times: int) -> None:
@@ -76,7 +80,7 @@ def test_late_messages_of_one_rank(num_ranks: int, work: float, kind: str, stage
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, in_full(4)])
 @pytest.mark.parametrize("work", WORKS)
 def test_slow_messages_of_all_ranks(num_ranks: int, work: float) -> None:
     """Sent while the main thread stands, so that no work hides them."""

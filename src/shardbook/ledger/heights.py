@@ -17,12 +17,13 @@ from shardbook.ledger.watcher import Operator
 class Height:
     """A highest instant: where it was, what the allocator held, and what the books say it was.
 
-    ``operator`` ran then, or had run last; ``nbytes`` were given out last.
+    ``operator`` ran then (``inside``), or had run last; ``nbytes`` were given out last.
     """
 
     phase: str
     unit: str
     operator: str
+    inside: bool
     nbytes: int
     allocated: int
     books: Mapping[str, int]
@@ -34,21 +35,40 @@ def heights(log: StepLog, apart: Collection[Item] = (), *, finely: bool = False)
     ``finely``: of each unit in each phase, and there of each operator and number of bytes by which it is reached. Whatever is highest in
     a model of more units that are alike is among these.
     """
-    highest: dict[tuple[str, str, str, int], tuple[int, int, tuple[str, str, str, int]]] = {}
-    for instant, running, nbytes, operator in _rises(log, sum(item.nbytes for item in apart)):
-        place = ("between", "", "", nbytes) if operator is None else (operator.phase, operator.unit, operator.name, nbytes)
-        key = place if finely else (place[0], "", "", 0)
-        if key not in highest or running > highest[key][0]:
-            highest[key] = running, instant, place
-    books = _books_at(Reader(log, apart), sorted(instant for _, instant, _ in highest.values()))
-    return [
-        Height(phase=phase, unit=unit, operator=operator, nbytes=nbytes, allocated=allocated, books=books[instant])
-        for allocated, instant, (phase, unit, operator, nbytes) in highest.values()
-    ]
+    highest: dict[tuple[str, str, str, int], _Rise] = {}
+    for rise in _rises(log, sum(item.nbytes for item in apart)):
+        phase, unit, operator = rise.place
+        key = (phase, unit, operator, rise.nbytes) if finely else (phase, "", "", 0)
+        if key not in highest or rise.total > highest[key].total:
+            highest[key] = rise
+    books = _books_at(Reader(log, apart), sorted(rise.instant for rise in highest.values()))
+    return [rise.as_height(books[rise.instant]) for rise in highest.values()]
 
 
-def _rises(log: StepLog, apart: int) -> Iterator[tuple[int, int, int, Operator | None]]:
-    """(instant, total, bytes given out, operator that began last) of each allocation of a step."""
+@dataclass(frozen=True, slots=True)
+class _Rise:
+    """An allocation: when, what was held after it, how much it was, and the operator that had begun last."""
+
+    instant: int
+    total: int
+    nbytes: int
+    operator: Operator | None
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """(phase, unit, operator)."""
+        return ("between", "", "") if self.operator is None else (self.operator.phase, self.operator.unit, self.operator.name)
+
+    def as_height(self, books: Mapping[str, int]) -> Height:
+        phase, unit, operator = self.place
+        inside = self.operator is not None and self.instant <= self.operator.end
+        return Height(
+            phase=phase, unit=unit, operator=operator, inside=inside, nbytes=self.nbytes, allocated=self.total, books=books
+        )  # fmt: skip
+
+
+def _rises(log: StepLog, apart: int) -> Iterator[_Rise]:
+    """Each allocation of a step; ``apart``: bytes that don't count."""
     running = sum(block.nbytes for block in log.before.values()) + log.unknown - apart
     live = {address: block.nbytes for address, block in log.before.items()}
     following = 0
@@ -60,7 +80,7 @@ def _rises(log: StepLog, apart: int) -> Iterator[tuple[int, int, int, Operator |
         running += change.nbytes
         while following < len(log.operators) and log.operators[following].begin <= change.nanoseconds:
             following += 1
-        yield change.nanoseconds, running, change.nbytes, log.operators[following - 1] if following else None
+        yield _Rise(change.nanoseconds, running, change.nbytes, log.operators[following - 1] if following else None)
 
 
 def _books_at(reader: Reader, instants: Sequence[int]) -> dict[int, dict[str, int]]:

@@ -150,7 +150,7 @@ def _simulated(asked: Asked, run: Run) -> Simulated:
         first_peak=first.allocated,
         later_peak=later.allocated,
         first_accounts={account: nbytes for account, nbytes in first.books.items() if nbytes},
-        operator=later.operator,
+        operator=later.operator if later.inside else "",
         items=written.items,
         curve=next(iter(run.later.document.curves), None),
         assumptions=(*run.assumptions, *_extrapolation(run)),

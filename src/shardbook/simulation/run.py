@@ -1,5 +1,6 @@
 """One simulated run: a group, tensors without values, an engine, and two steps under the ledger."""
 
+import gc
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -94,6 +95,7 @@ def built(given: Functions) -> nn.Module:
 def run(asked: Asked, given: Functions, *, finely: bool = False) -> Run:
     """Take two steps; ``finely``: heights of each unit and operator."""
     began = time.perf_counter()
+    gc.freeze()  # what an earlier run has left is not looked through again
     with _stage(asked) as (mode, memory):
         with explained("build_model()"), building():
             model = check_model(given.build_model(), mode)

@@ -4,9 +4,10 @@ asked, given, refusals      what it is asked and given, and in words what can't 
 group, memory, workspaces   a fake process group, the allocator of fake tensors, what kernels take inside
 trainers, peers             shardbook's engine; FSDP2's and DDP's own code
 run, observe                two steps under the ledger
-extrapolate                 a deep model from three shallow ones
+extrapolate, likeness       a deep model from three shallow ones, where its blocks are seen to do the same
 caching                     the run through a model of a device's caching allocator
 answer                      all of it as a forecast
+build                       models from facts, for the command
 """
 
 import gc

@@ -19,14 +19,10 @@ from tests import ranks
 POINTS = (
     Point(shape="small gpt", stage=0, ranks=1, sequence=32),
     Point(shape="small decoder", stage=1, ranks=1, sequence=64, optimizer="sgd-momentum", kernel="for-loop"),
-    Point(shape="small decoder tied", stage=2, ranks=1, sequence=64, micro_batch=8, precision="bf16", clip=True),
     Point(shape="small decoder", stage=3, ranks=1, sequence=64, micro_batch=8, precision="bf16", accumulate=2),
-    Point(shape="small decoder", stage=0, ranks=2, sequence=64, micro_batch=8, precision="bf16"),
-    Point(shape="small gpt", stage=1, ranks=2, sequence=32, accumulate=2, kernel="for-loop"),
     Point(shape="small decoder tied", stage=2, ranks=2, sequence=64, micro_batch=8, accumulate=2, clip=True),
     Point(shape="small gpt", stage=2, ranks=2, sequence=32, micro_batch=8, precision="2+2+4+8"),
     Point(shape="small decoder", stage=3, ranks=2, sequence=64, precision="pure-bf16", optimizer="sgd"),
-    Point(shape="small decoder tied", stage=3, ranks=2, sequence=64, micro_batch=8, precision="bf16", accumulate=3),
     Point(shape="small decoder", stage=0, ranks=3, sequence=64, clip=True, optimizer="sgd"),
     Point(shape="small decoder", stage=1, ranks=3, sequence=64, micro_batch=8, precision="bf16", kernel="foreach"),
     Point(shape="small decoder tied", stage=2, ranks=3, sequence=64, kernel="for-loop"),
@@ -117,7 +113,7 @@ def test_the_first_step_differs_where_state_is_made_in_it(simulated):
 
 # ---- the same again, and nothing left behind ----------------------------------------------------------------------------------
 
-SMALL = POINTS[9]
+SMALL = Point(shape="small decoder", stage=1, ranks=3, sequence=64, micro_batch=8, precision="bf16", kernel="foreach")  # one of them
 
 
 def test_the_same_question_has_the_same_answer(simulated):

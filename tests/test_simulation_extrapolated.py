@@ -41,11 +41,11 @@ class Case:
 
 CASES = (
     Case(stage=1, ranks=3, rank=2, kernel="foreach"),
-    Case(stage=2, ranks=4, shape="tied", precision="bf16", kernel="for-loop"),
     Case(stage=3, ranks=64, shape="gpt", precision="bf16", sequence=64),
-    Case(stage=3, ranks=4, engine="fsdp2", precision="bf16", clip=True),
 )
 MORE = (
+    Case(stage=2, ranks=4, shape="tied", precision="bf16", kernel="for-loop"),
+    Case(stage=3, ranks=4, engine="fsdp2", precision="bf16", clip=True),
     Case(stage=0, ranks=2, precision="bf16", accumulate=2, clip=True),
     Case(stage=3, ranks=64, shape="gpt", accumulate=2),
     *(Case(stage=stage, ranks=ranks, precision=p) for stage in range(4) for ranks in (1, 2, 1024) for p in ("fp32", "bf16", "pure-bf16")),

@@ -57,13 +57,15 @@ class Case:
 
 
 CASES = [
-    Case(engine="fsdp2", stage=3),
     Case(engine="fsdp2", stage=3, precision="bf16", accumulate=2, clip=1.0),
-    Case(engine="fsdp2", stage=3, precision="pure-bf16", kernel="foreach"),
     Case(engine="fsdp2", stage=2, precision="bf16", kernel="for-loop"),
     Case(engine="ddp", stage=0),
     Case(engine="ddp", stage=0, precision="bf16", accumulate=2, clip=1.0, kernel="foreach"),
     Case(engine="ddp", stage=0, precision="pure-bf16", buffers=True),
+]
+MORE = [
+    Case(engine="fsdp2", stage=3),
+    Case(engine="fsdp2", stage=3, precision="pure-bf16", kernel="foreach"),
     Case(engine="ddp", stage=0, precision="bf16", views=False),
 ]
 
@@ -130,12 +132,8 @@ def batch():
     return torch.zeros(ROWS, SEQUENCE, dtype=torch.long), torch.zeros(ROWS, SEQUENCE, dtype=torch.long)
 
 
-def on_real_tensors():
-    return [take_steps(case, REAL) for case in CASES]
-
-
-def on_fake_tensors():
-    return [simulated(case) for case in CASES]
+def real(case):
+    return take_steps(case, REAL)
 
 
 def simulated(case):
@@ -145,23 +143,17 @@ def simulated(case):
         return take_steps(case, memory)
 
 
-@pytest.fixture(scope="module")
-def told():
-    """By case, (real, fake) of each rank."""
-    real = ranks.call(NUM_RANKS, on_real_tensors, seconds=SECONDS)
-    fake = [ranks.fake_rank(NUM_RANKS, on_fake_tensors, rank=rank, seconds=SECONDS) for rank in range(NUM_RANKS)]
-    return {case: [(real[rank][index], fake[rank][index]) for rank in range(NUM_RANKS)] for index, case in enumerate(CASES)}
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_equal_to_a_real_run_to_the_byte(told, case):
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=str)
+def test_equal_to_a_real_run_to_the_byte(case):
+    both = ranks.call(NUM_RANKS, real, case, seconds=SECONDS)
+    fakes = [ranks.fake_rank(NUM_RANKS, simulated, case, rank=rank, seconds=SECONDS) for rank in range(NUM_RANKS)]
     mesh = MESH_NBYTES if case.engine == "fsdp2" else 0
-    for real, fake in told[case]:
-        assert fake.held == real.held
-        assert [(nbytes + mesh, *place) for nbytes, *place in fake.peaks] == real.peaks
-        assert Counter(fake.books) + Counter(WORKSPACE=mesh) == Counter(real.books)
-        assert fake.operator == real.operator
+    for told, fake in zip(both, fakes, strict=True):
+        assert fake.held == told.held
+        assert [(nbytes + mesh, *place) for nbytes, *place in fake.peaks] == told.peaks
+        assert Counter(fake.books) + Counter(WORKSPACE=mesh) == Counter(told.books)
+        assert fake.operator == told.operator
         assert len(fake.peaks) == 3
         assert fake.peaks[0][0] > LOGITS_NBYTES
 
@@ -198,7 +190,7 @@ def what_is_sent(case, *, fake):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[5], CASES[6]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], *CASES[2:]], ids=str)
 def test_sends_what_a_real_run_sends(case):
     """DDP's buckets are dealt out anew in the second step, in the order in which gradients arrive: that is in what it sends."""
     real = ranks.call(NUM_RANKS, what_is_sent, case, fake=False)[0]
@@ -259,8 +251,8 @@ def shards_of(all_pieces):
         FewPieces.__torch_function__ = lambda self, func, types, args=(), kwargs=None: func(*args, **(kwargs or {}))
     mode = FakeTensorMode()
     with ShapesOnly() as shapes, mode, FakeMemory(mode, on_cpu, lambda: shapes.is_on) as memory:
-        told = take_steps(CASES[1], memory)
-        model = trainer_of(CASES[1]).model
+        told = take_steps(CASES[0], memory)
+        model = trainer_of(CASES[0]).model
         local = [tuple(parameter._local_tensor.shape) for parameter in model.parameters()]
     return told, local, [state.sharded_size for state in states_of(model)]
 
@@ -311,7 +303,7 @@ def peaks_of_llama(setting):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_equal_to_the_tracker_of_fsdp2(reshard):
     setting = Setting(**LLAMA, reshard=reshard)
     _, later = ranks.fake_rank(setting.ranks, peaks_of_llama, setting, seconds=SECONDS)

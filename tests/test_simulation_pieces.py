@@ -7,8 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 import shardbook as sb
 from shardbook.cli import simulate as command
+from shardbook.engine.guard import Guard
 from shardbook.errors import ConfigError
-from shardbook.ledger.allocator import Change
+from shardbook.ledger.allocator import Change, storage_of
 from shardbook.ledger.memory import REAL
 from shardbook.replay.settings import Settings
 from shardbook.simulation import asked
@@ -244,3 +245,21 @@ def test_a_first_step_that_takes_most_is_warned_of():
     assert first > 8 * MIB > later == warming.peak_allocated == usual.peak_allocated
     (warning,) = warming.warnings
     assert warning.startswith(f"the first step takes most: {first:,} bytes, {first - later:,} more")
+
+
+class Nobody:
+    def completes(self, name):
+        return False
+
+
+def test_a_guarded_fake_is_no_memory_of_a_real_measurement():
+    """Something may hold the model of a simulation that failed while a real one is measured."""
+    nobody = Nobody()
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.empty(4))
+        guard = Guard("unit", [("weight", parameter, True)], nobody.completes)
+        guard.close()
+        assert type(parameter).__name__ == "ShardedParameter"
+        assert storage_of(parameter) is None
+        guard.open()
+        assert storage_of(parameter) is None

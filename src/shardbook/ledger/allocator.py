@@ -173,7 +173,8 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def _has_no_memory(kind: type[Tensor]) -> bool:
     """A fake tensor warns when it is asked where it lies; a wrapper has only what is inside."""
-    return kind.__name__ in ("FakeTensor", "FunctionalTensor") or hasattr(kind, "__tensor_flatten__")
+    fakes = any(base.__name__ in ("FakeTensor", "FunctionalTensor") for base in kind.__mro__)  # a guard of an engine may be around one
+    return fakes or hasattr(kind, "__tensor_flatten__")
 
 
 @contextmanager

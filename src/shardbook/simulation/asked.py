@@ -39,7 +39,7 @@ class Asked:
         return self.blocks == "auto" and self.engine != "ddp" and self.device is None
 
     @classmethod
-    def of(cls, *, config: Any, engine: str, ranks: int, rank: int, device: str | None, allocator: str | None, blocks: str) -> "Asked":
+    def of(cls, *, config: Any, engine: str, ranks: int, rank: int, device: str | None, allocator: Any, blocks: str) -> "Asked":
         """From what a person says."""
         check_group(ranks, rank)
         if not isinstance(config, ZeroConfig):
@@ -48,6 +48,8 @@ class Asked:
             raise ConfigError(f"engine = {engine!r}: allowed is {listed(ENGINES)}; {nearest(engine, ENGINES)}")
         if blocks not in BLOCKS:
             raise ConfigError(f"blocks = {blocks!r}: allowed is {listed(BLOCKS)}; {nearest(blocks, BLOCKS)}")
+        if not isinstance(allocator, (str, type(None))):
+            raise ConfigError(f"allocator = {allocator!r}: allowed is text as in PYTORCH_CUDA_ALLOC_CONF; expandable_segments:True, say")
         if allocator is not None and device is None:
             raise ConfigError(f"allocator = {allocator!r}: a CPU has no caching allocator; give device= as well")
         found = None if device is None else find_device(device)

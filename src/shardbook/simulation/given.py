@@ -19,6 +19,36 @@ _DEEPEST = 16
 """Containers within containers of a batch; deeper ones hold themselves."""
 
 
+def check_functions(*, build_model: Any, build_batch: Any, optimizer: Any, loss: Any) -> None:
+    """Raises:
+    ConfigError: something made where what makes it is needed.
+    """
+    for name, value, example in (
+        ("build_model", build_model, "lambda: Model(config)"),
+        ("build_batch", build_batch, "lambda: (torch.randn(16, 64),)"),
+        ("optimizer", optimizer, "lambda parameters: torch.optim.AdamW(parameters)"),
+        ("loss", loss, "lambda output: (output.sum(), 16)"),
+    ):
+        if not callable(value) or (name == "build_model" and isinstance(value, nn.Module)):
+            raise ConfigError(f"{name} = {_kind(value)}: allowed is a function that gives it; for example {example}")
+
+
+def check_loss(found: Any) -> tuple[Tensor, Any]:
+    """(loss_sum, weight).
+
+    Raises:
+        ConfigError: anything else.
+    """
+    pair = cast("tuple[Any, ...]", found) if isinstance(found, (tuple, list)) else ()
+    if len(pair) != 2:
+        told = f"{_kind(found)} of {len(pair)}" if pair else _kind(found)
+        raise ConfigError(f"loss(...) returned {told}; it must return (loss_sum, weight); weight=None: loss_sum is a mean")
+    if not isinstance(pair[0], Tensor) or pair[0].numel() != 1:
+        told = f"a tensor of shape {list(pair[0].shape)}" if isinstance(pair[0], Tensor) else _kind(pair[0])
+        raise ConfigError(f"loss(...) returned {told} as loss_sum; it must be a scalar tensor, a sum over what weight counts")
+    return pair[0], pair[1]
+
+
 @contextmanager
 def building() -> Generator[None]:
     """Around ``build_model()``: lets ``module.to(dtype)`` and the like convert fake parameters.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from shardbook.config import ZeroConfig
@@ -22,6 +23,7 @@ from shardbook.forecasting.result import Forecast
 from shardbook.simulation.answer import answer
 from shardbook.simulation.asked import Asked
 from shardbook.simulation.extrapolate import WORTHWHILE, chain_of, extrapolated
+from shardbook.simulation.given import check_functions, check_loss
 from shardbook.simulation.run import Functions, Model, built, run
 from shardbook.simulation.trainers import Loss, OptimizerFactory, usual_loss
 
@@ -77,8 +79,10 @@ def simulate(
     asked = Asked.of(
         config=config, engine=engine, ranks=ranks, rank=rank, device=device, allocator=allocator, blocks=blocks
     )  # fmt: skip
-    given = Functions(build_model=build_model, build_batch=build_batch, optimizer=optimizer, loss=loss or usual_loss)
-    with _no_collection():
+    functions: dict[str, Any] = {"build_model": build_model, "build_batch": build_batch, "optimizer": optimizer}
+    check_functions(**functions, loss=loss or usual_loss)
+    given = Functions(**functions, loss=_checked(loss or usual_loss))
+    with _no_collection(), torch.inference_mode(False), torch.enable_grad():
         if asked.may_extrapolate:
             model = built(given)
             chain, known = chain_of(model), Model.of(model)
@@ -87,6 +91,11 @@ def simulate(
             del model
         found = run(asked, given)
         return answer(asked, found, found.model)
+
+
+def _checked(loss: Loss) -> Loss:
+    """A person's function, and a look at what it gives."""
+    return lambda output: check_loss(loss(output))
 
 
 @contextmanager

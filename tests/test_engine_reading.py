@@ -250,7 +250,7 @@ def test_writing_a_sharded_value_is_refused_by_name(writer: str) -> None:
 
 
 @pytest.mark.parametrize("reader", METADATA)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_metadata_stays_visible(reader: str, stage: int) -> None:
     plain = built(ZOO["plain"], SEED)
     expected = plain_value(METADATA[reader](plain, dict(plain.named_parameters())[NAME]))
@@ -272,7 +272,7 @@ def test_a_sharded_parameter_prints() -> None:
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_inside_gathered_everything_works(reader: str, stage: int) -> None:
     for inside, outside in ranks.call(2, attempt_gathered, reader, stage):
         assert inside == outside

@@ -165,6 +165,7 @@ def test_a_rank_that_raises_is_told_once(tmp_path, options):
     assert "ZeroDivisionError" in (tmp_path / "out" / "failure.txt").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_rank_ended_while_it_tells_a_failure_says_nothing_else(tmp_path, options):
     """The launcher's SIGTERM may reach a rank at any moment of its own, later failure."""
@@ -199,6 +200,7 @@ def test_ctrl_c_ends_all_ranks_and_leaves_no_file(tmp_path, options):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_ranks_end_with_the_process_that_started_them(options):
     with Running(options) as running:

@@ -217,8 +217,12 @@ def chosen(models: Sequence[str], precisions: Sequence[str] = tuple(PRECISIONS))
 # ---- against the engine ----------------------------------------------------------------------------------------------------
 
 
+def in_full(num_ranks: int) -> Any:
+    return pytest.param(num_ranks, marks=pytest.mark.full)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("num_ranks", [in_full(1), 2, in_full(3), in_full(4)])
 def test_every_stage_and_precision_of_a_decoder(num_ranks: int) -> None:
     precisions = [name for name in PRECISIONS if num_ranks <= 2 or name not in ("fp64 sums", "no master")]
     cases = [Case("llama", stage, precision) for stage in range(4) for precision in precisions]
@@ -228,7 +232,7 @@ def test_every_stage_and_precision_of_a_decoder(num_ranks: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_ranks", [1, 2, in_full(3), in_full(4)])
 def test_models_of_several_kinds(num_ranks: int) -> None:
     """Tied and frozen parameters, fewer elements than 64 or than ranks, odd shapes, several types, units in units, missing gradients."""
     cases = chosen(KINDS, ("fp32", "bf16", "2+2+4+8", "pure-bf16"))

@@ -677,7 +677,7 @@ def observed(stage: int, precision: str, entry: str, accumulate: int) -> tuple[l
     return after, dict(lowest), marks
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision, accumulate", [("fp32", 1), ("bf16", 3)])
 @pytest.mark.parametrize("entry", ["plain", "frozen", "checkpoint_part", "used_in_some_steps", "tied"])

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 DELAY = 0.08
 UNIT = 2
 ATTEMPTS = 3  # on a shared machine ranks also wait for what other processes do; a quiet one needs one attempt
-WORKS = [0.001, 0.03]
+WORKS = [pytest.param(0.001, marks=pytest.mark.full), 0.03]
 
 
 def length(timelines: list[RankTimeline], rank: int, cause: str, culprit: int | None, kinds: set[str]) -> float:
@@ -56,7 +56,7 @@ def in_full(*values: Any) -> Any:
 
 @pytest.mark.parametrize("num_ranks, stage", [(2, 0), in_full(2, 3), in_full(4, 1), (4, 3)])
 @pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", in_full("backward")])
 def test_a_late_rank(num_ranks: int, stage: int, work: float, where: str) -> None:
     culprit = num_ranks - 1
     kinds = {"gather", "reduce", "return", "step"}

@@ -73,8 +73,8 @@ def simulate(
     ...     optimizer=torch.optim.AdamW,
     ...     loss=lambda out: (out.sum(), 8),
     ... )
-    >>> told.witness, told.accounts["GATHERED"]
-    ('simulation', 20480)
+    >>> told.witness, told.peak_phase, told.persistent
+    ('simulation', 'step', 3844)
     """
     asked = Asked.of(
         config=config, engine=engine, ranks=ranks, rank=rank, device=device, allocator=allocator, blocks=blocks

@@ -9,6 +9,8 @@ import shardbook as sb
 from shardbook.cli import simulate as command
 from shardbook.engine.guard import Guard
 from shardbook.errors import ConfigError
+from shardbook.forecasting import above
+from shardbook.forecasting.conventions import ACCOUNTS
 from shardbook.ledger.allocator import Change, storage_of
 from shardbook.ledger.memory import REAL
 from shardbook.replay.settings import Settings
@@ -263,3 +265,37 @@ def test_a_guarded_fake_is_no_memory_of_a_real_measurement():
         assert storage_of(parameter) is None
         guard.open()
         assert storage_of(parameter) is None
+
+
+def test_reserved_is_at_least_the_replay_and_at_most_what_holes_may_take():
+    """No GPU has held the replay: what the closed form allows for holes stays the upper end."""
+
+    def told(allocator):
+        return sb.simulate(
+            lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24))),
+            lambda: (torch.zeros(4096, 1024),),
+            sb.ZeroConfig(stage=0),
+            ranks=1,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
+            loss=lambda output: (output.sum(), 4096),
+            device="h100-80gb",
+            allocator=allocator,
+        )
+
+    for allocator in (None, "expandable_segments:True"):
+        found = told(allocator)
+        low, high = found.peak_reserved
+        line = next(line for line in found.above if line.name == "reserved")
+        assert low == max(found.peak_allocated, found.simulated.replayed.reserved) == found.peak_allocated + line.low
+        assert high == found.peak_allocated + line.high
+        assert not line.validated
+        closed = above.reserved(
+            found.peak_allocated, above.Surroundings(device="h100-80gb", expandable=allocator is not None, settled=settled_of(found))
+        )
+        assert high == max(low, closed[1])
+    found = told(None)
+    assert found.peak_reserved[0] < found.peak_reserved[1]
+
+
+def settled_of(found):
+    return sum(nbytes for account, nbytes in found.accounts.items() if account in ACCOUNTS)

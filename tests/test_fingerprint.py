@@ -1,5 +1,6 @@
 """The laws of fingerprints: any cut adds up to the whole, any changed bit shows, and projections say what they promise."""
 
+import itertools
 import math
 
 import pytest
@@ -37,7 +38,7 @@ def close(a: torch.Tensor, b: torch.Tensor, scale: float) -> bool:
 def test_any_cut_adds_up_to_the_whole(numel, dtype, data):
     tensor = tensor_of(numel, dtype)
     cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=6))})
-    extents = [Extent(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    extents = [Extent(a, b - a) for a, b in itertools.pairwise(cuts)]
     extents = data.draw(st.permutations(extents))
     parts = Plan(extents, dtype, CPU).prints([tensor[e.start : e.start + e.numel] for e in extents])
     one = whole(tensor)
@@ -77,7 +78,7 @@ def test_many_pairs_of_flipped_signs_have_different_hashes():
     """Sign bits are where a sum of products mod 2^64 is weakest: 2^31 times the key is all that they move."""
     base = torch.ones(1024)
     tensors = []
-    for a in range(0, 64):
+    for a in range(64):
         for b in range(a + 1, 64):
             tensors.append(base.clone())
             tensors[-1][[a * 16, b * 16]] = -1.0
@@ -190,7 +191,7 @@ def test_a_batch_is_the_sum_of_its_rows(rows, cuts, seed):
     generator = torch.Generator().manual_seed(seed)
     inputs, targets = (torch.randint(0, 1000, (rows, 7), generator=generator) for _ in range(2))
     cuts = sorted({0, rows, *(cut for cut in cuts if cut < rows)})
-    micro = [(inputs[a:b], targets[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    micro = [(inputs[a:b], targets[a:b]) for a, b in itertools.pairwise(cuts)]
     order = torch.randperm(rows, generator=generator)
     assert batch_hashes(micro)[0] == rows
     assert total(micro) == total((inputs, targets)) == total({"a": inputs[order], "b": targets[order]})

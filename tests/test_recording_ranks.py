@@ -2,6 +2,7 @@
 
 import importlib.util
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardbook as sb
+from benchmarks import engines
 from benchmarks.models import SMALL, build
 from shardbook.errors import ConfigError
 from shardbook.recording.format import file_of
@@ -77,13 +79,11 @@ def under_torch(path: str, name: str, drift: bool = False) -> None:
                     model.blocks[1].up.bias[7] += 1e-3
 
 
-def under_deepspeed(path: str, stage: int) -> None:
-    import deepspeed
-
+def under_deepspeed(path: str, stage: int, dtype: str) -> None:
     model = build(SMALL)
-    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": CLIP}
-    settings |= {"zero_allow_untested_optimizer": True}
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)
+    warnings.simplefilter("ignore")  # DeepSpeed's own
+    settings = engines.deepspeed_config(f"deepspeed-{stage}", dtype, {}) | {"gradient_clipping": CLIP}
+    engine, optimizer, *_ = engines.import_deepspeed().initialize(model=model, optimizer=adamw(model.parameters()), config=settings)
     with sb.record(engine, optimizer, path) as recorder:
         for step in range(STEPS):
             inputs, targets = batch(rank_of_group(), step)
@@ -247,21 +247,38 @@ def test_a_layout_that_is_no_run_of_elements_is_refused_by_name():
             assert "first dimension" in said
 
 
+def deepspeed_steps(stage: int, dtype: str) -> list:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.raise_first(ranks.fresh_ranks(2, under_deepspeed, str(Path(folder) / "a"), stage, dtype))
+        record = sb.Record.open(Path(folder) / "a")
+        assert record.engine == f"deepspeed {stage}"
+        return whole(record)
+
+
 @needs_deepspeed
 @pytest.mark.peers
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed_adds_up(stage):
-    with tempfile.TemporaryDirectory() as folder:
-        endings = ranks.fresh_ranks(2, under_deepspeed, str(Path(folder) / "a"), stage)
-        ranks.raise_first(endings)
-        record = sb.Record.open(Path(folder) / "a")
-        steps = whole(record)
-    assert record.engine == f"deepspeed {stage}"
-    expected = plain(2)
+    steps, expected = deepspeed_steps(stage, "fp32"), plain(2)
     assert hashes(steps[0], "weight") == hashes(expected[0], "weight")
     for step, other in zip(steps[1:], expected[1:], strict=True):
         assert step.norm("stepped") == pytest.approx(CLIP, rel=1e-4)
         for name, one in step.phases["stepped"].items():
             assert compare(one, other.phases["stepped"][name]).distance < 1e-3, (step.number, name)
+        clipped = step.norm("stepped") / step.norm("gradient")
         for name, one in step.phases["gradient"].items():
-            assert compare(one, other.phases["gradient"][name]).distance < 1.5
+            assert compare(step.phases["stepped"][name], one).ratio == pytest.approx(clipped, rel=1e-5)
+        for phase in ("weight", "state.exp_avg", "state.exp_avg_sq"):
+            for name, one in step.phases[phase].items():
+                assert compare(one, other.phases[phase][name]).distance < 1e-2, (step.number, phase, name)
+
+
+@needs_deepspeed
+@pytest.mark.peers
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_masters_of_rounded_weights_are_seen(stage):
+    start, expected = deepspeed_steps(stage, "bf16")[0], plain(1)[0]
+    matrices = [name for name in start.phases["weight"] if name.endswith("up.weight")]
+    for name in matrices:
+        assert start.phases["weight"][name].dtype == "float32"
+        assert 2**-12 < compare(start.phases["weight"][name], expected.phases["weight"][name]).distance < 2**-7

@@ -146,10 +146,9 @@ def test_brief_is_the_same_hash_and_squares():
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     one = whole(tensor)
-    return Fingerprint(
-        dtype=str(tensor.dtype), numel=tensor.numel(), hash=one.hash.item() % 2**64, squares=one.squares.item(), total=one.total.item(),
-        absolute=one.absolute.item(), largest=one.largest.item(), nonfinite=one.nonfinite.item(), projections=tuple(one.projections[0].tolist()),
-    )  # fmt: skip
+    values = {name: getattr(one, name).item() for name in ("squares", "total", "absolute", "largest", "nonfinite")}
+    projections = tuple(one.projections[0].tolist())
+    return Fingerprint(dtype=str(tensor.dtype), numel=tensor.numel(), hash=one.hash.item() % 2**64, projections=projections, **values)
 
 
 @EXAMPLES

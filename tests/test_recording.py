@@ -61,7 +61,7 @@ def bits(record: sb.Record, phase: str) -> list[dict[str, int]]:
 def test_the_same_run_twice_has_the_same_bits(tmp_path):
     one, other = train(tmp_path / "a", steps=12), train(tmp_path / "b", steps=12)
     assert one.num_steps == 12
-    for phase in ("weight", "gradient", "stepped", "state.exp_avg", "state.exp_avg_sq", "buffer", "before"):
+    for phase in ("weight", "gradient", "state.exp_avg", "state.exp_avg_sq", "buffer", "before"):
         assert bits(one, phase) == bits(other, phase)
         assert any(bits(one, phase))
     assert [step.data for step in one.steps()] == [step.data for step in other.steps()]
@@ -106,6 +106,14 @@ def test_figures_are_those_of_the_tensors(tmp_path):
     assert record.engine == "plain"
 
 
+def test_brief_steps_have_norms_of_what_clipping_left(tmp_path):
+    for step in list(train(tmp_path / "a", steps=9, clip=0.05).steps())[1:]:
+        assert step.norm("stepped") == pytest.approx(min(0.05, step.norm()), rel=1e-4)
+        assert (step.phases["stepped"]["0.weight"].hash is None) == (not step.complete)
+    with pytest.raises(ValueError, match="only the norm"):
+        step.phases["stepped"]["0.weight"].same_bits(step.phases["gradient"]["0.weight"])
+
+
 def test_a_loss_four_times_too_large_is_seen_as_that(tmp_path):
     right, wrong = train(tmp_path / "a", steps=1), train(tmp_path / "b", steps=1, scale=4.0)
     for a, b in zip(list(wrong.steps())[1:], list(right.steps())[1:], strict=True):
@@ -116,11 +124,13 @@ def test_a_loss_four_times_too_large_is_seen_as_that(tmp_path):
 def test_steps_are_complete_at_first_and_now_and_then(tmp_path):
     record = train(tmp_path / "a", steps=20)
     complete = [step.number for step in record.steps() if step.complete]
-    assert complete == [*range(COMPLETE_FIRST + 1), *range(2 * COMPLETE_EVERY, 21, COMPLETE_EVERY)]
+    assert complete == [*range(COMPLETE_FIRST + 1), *range(COMPLETE_EVERY, 21, COMPLETE_EVERY)]
     for step in record.steps():
         assert step.phases["weight"]["0.weight"].is_complete == step.complete
         assert ("state.exp_avg" in step.phases) == (step.complete and step.number > 0)
-        assert "stepped" in step.phases or not step.complete or not step.number
+        if step.number:
+            assert step.norm("stepped") == pytest.approx(step.norm(), rel=1e-5)
+            assert step.phases["before"]["0.weight"].is_complete >= step.complete
     assert all(step.complete for step in train(tmp_path / "b", steps=20, complete_every=1).steps())
 
 
@@ -132,10 +142,26 @@ def test_weights_changed_between_steps_are_seen(tmp_path):
 
     record = train(tmp_path / "a", steps=12, seen=seen)
     steps = list(record.steps())
-    assert "before" not in steps[10].phases
+    assert steps[10].phases["before"] == steps[9].phases["weight"]
     changed = [name for name, one in steps[11].phases["before"].items() if not one.same_bits(steps[10].phases["weight"][name])]
     assert changed == ["3.bias"]
-    assert "before" not in steps[12].phases
+    assert steps[12].phases["before"] == steps[11].phases["weight"]
+
+
+@pytest.mark.parametrize("step_of_write", [3, 16])
+def test_writes_that_move_no_counter_are_seen_in_complete_steps(tmp_path, step_of_write):
+    def seen(step, where, model, optimizer):
+        if where == "before record" and step == step_of_write:
+            model[3].bias.data[2] += 0.5
+        if where == "before step":
+            for parameter in model.parameters():
+                parameter.grad.data.mul_(0.5)
+
+    steps = list(train(tmp_path / "a", steps=17, seen=seen).steps())
+    for step, last in zip(steps[1:], steps, strict=False):
+        changed = [name for name, one in step.phases["before"].items() if not one.same_bits(last.phases["weight"][name])]
+        assert changed == (["3.bias"] if step.number == step_of_write else [])
+        assert step.norm("stepped") == pytest.approx(step.norm() / 2, rel=1e-5)
 
 
 def test_a_step_that_the_optimizer_did_not_take(tmp_path):

@@ -165,8 +165,9 @@ def test_all_stages_have_the_bits_of_the_plain_loop(num_ranks):
             assert hashes(step, "weight") == hashes(other, "weight"), (stage, step.number)
             assert step.data == other.data
             if step.number:
-                for phase in ("stepped", "state.exp_avg", "state.exp_avg_sq"):
+                for phase in ("state.exp_avg", "state.exp_avg_sq"):
                     assert hashes(step, phase) == hashes(other, phase), (stage, step.number, phase)
+                assert hashes(step, "stepped") == hashes(other, "gradient")  # the oracle has clipped when it is recorded
                 for name, one in step.phases["weight"].items():
                     assert one.squares == pytest.approx(other.phases["weight"][name].squares, rel=1e-12)
                     assert compare(one, other.phases["weight"][name]).distance < 1e-12
@@ -198,7 +199,7 @@ def test_other_engines_are_within_rounding(name, num_ranks):
         assert step.data == other.data
         assert step.norm("stepped") == pytest.approx(CLIP, rel=1e-5)
         for name_of, one in step.phases["stepped"].items():
-            assert compare(one, other.phases["stepped"][name_of]).distance < 1e-3, (step.number, name_of)
+            assert compare(one, other.phases["gradient"][name_of]).distance < 1e-3, (step.number, name_of)
         for name_of, one in step.phases["weight"].items():
             assert compare(one, other.phases["weight"][name_of]).distance < 1e-2
 
@@ -264,13 +265,15 @@ def test_deepspeed_adds_up(stage):
     for step, other in zip(steps[1:], expected[1:], strict=True):
         assert step.norm("stepped") == pytest.approx(CLIP, rel=1e-4)
         for name, one in step.phases["stepped"].items():
-            assert compare(one, other.phases["stepped"][name]).distance < 1e-3, (step.number, name)
+            assert compare(one, other.phases["gradient"][name]).distance < 1e-3, (step.number, name)
         clipped = step.norm("stepped") / step.norm("gradient")
-        for name, one in step.phases["gradient"].items():
+        for name, one in step.phases["gradient"].items():  # a mean over ranks here
             assert compare(step.phases["stepped"][name], one).ratio == pytest.approx(clipped, rel=1e-5)
-        for phase in ("weight", "state.exp_avg", "state.exp_avg_sq"):
+        for name, one in step.phases["weight"].items():
+            assert compare(one, other.phases["weight"][name]).distance < 1e-2, (step.number, name)
+        for phase in ("state.exp_avg", "state.exp_avg_sq"):
             for name, one in step.phases[phase].items():
-                assert compare(one, other.phases[phase][name]).distance < 1e-2, (step.number, phase, name)
+                assert one.norm == pytest.approx(other.phases[phase][name].norm, rel=1e-3), (step.number, phase, name)
 
 
 @needs_deepspeed

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from shardbook.recording.keys import NUM_PROJECTIONS, ROW_NUMEL, column_keys, column_signs, row_keys, row_signs
 
-_CHUNK_ROWS = 256  # 64 Ki elements: half a MiB in float64, and as much as integers
+_CHUNK_ROWS = 1024  # 256 Ki elements, 2 MiB in float64 and as much as integers: calls cost more than cache misses do
+_CHUNK_MEMBERS = 64  # fragments: the matrix that sums rows by fragment has members · rows entries
 _LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -39,9 +40,9 @@ class Extent:
 
 @dataclass(slots=True)
 class Prints:
-    """Fingerprints, one per fragment; the last four None where they are brief."""
+    """Fingerprints, one per fragment. The last five are None where they are brief, the hash as well where only norms were taken."""
 
-    hash: Tensor
+    hash: Tensor | None
     squares: Tensor
     total: Tensor | None = None
     absolute: Tensor | None = None
@@ -66,6 +67,7 @@ class _Chunk:
     rows: list[int] = field(default_factory=list[int])  # their numbers in their parameters
     owners: list[int] = field(default_factory=list[int])  # the fragment of each row
     has_gaps: bool = False
+    num_members: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,18 @@ class _Ready:
     owners: Tensor  # fragment of each row
     members: Tensor  # fragments, each once
     keys: Tensor  # of the rows
-    signs: Tensor  # (members, rows): the row's sign where the fragment owns it, else 0
+    sums: Tensor  # (2 · members, rows): the row's sign where the fragment owns it, else 0; below it ones instead of signs
+
+
+def norms(tensors: Sequence[Tensor]) -> Prints:
+    """Squares only, in float32 or better: relative errors stay below numel / 64 · 6e-8 and are mostly near 1e-6.
+
+    >>> norms([torch.tensor([3.0, 4.0])]).squares.tolist()
+    [25.0]
+    """
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    each = torch._foreach_norm(list(tensors), 2, wide)  # pyright: ignore[reportPrivateImportUsage]
+    return Prints(None, torch.stack(each).double().square_())
 
 
 class Plan:
@@ -118,17 +131,18 @@ class Plan:
 
     def _add(self, chunk: _Ready, tensors: Sequence[Tensor], values: Tensor, lanes: Tensor, out: Prints) -> None:
         self._fill(chunk, tensors, values, lanes)
-        out.hash.index_add_(0, chunk.owners, self._row_hashes(lanes) * chunk.keys)
+        if out.hash is not None:
+            out.hash.index_add_(0, chunk.owners, self._row_hashes(lanes) * chunk.keys)
         out.squares.index_add_(0, chunk.owners, torch.linalg.vector_norm(values, 2, dim=1).square_())
         if out.total is None or out.absolute is None or out.largest is None or out.projections is None or out.nonfinite is None:
             return
-        sums = torch.mm(chunk.signs, values)
-        out.projections.index_add_(0, chunk.members, torch.mm(sums, column_signs(self._device)))
-        out.total.index_add_(0, chunk.owners, values.sum(1))
+        sums, num = torch.mm(chunk.sums, values), len(chunk.members)
+        out.projections.index_add_(0, chunk.members, torch.mm(sums[:num], column_signs(self._device)))
+        out.total.index_add_(0, chunk.members, sums[num:].sum(1))
         values.abs_()
         rows = values.sum(1)
         out.absolute.index_add_(0, chunk.owners, rows)
-        mine = torch.where(chunk.signs == 0, 0.0, values.amax(1)).amax(1)
+        mine = torch.where(chunk.sums[num:] == 0, 0.0, values.amax(1)).amax(1)
         out.largest[chunk.members] = torch.maximum(out.largest[chunk.members], mine)
         if not rows.isfinite().all():
             out.nonfinite.index_add_(0, chunk.owners, values.isfinite().logical_not_().sum(1))
@@ -151,9 +165,10 @@ class Plan:
     def _ready(self, chunk: _Chunk) -> _Ready:
         rows, members = torch.tensor(chunk.rows), sorted(set(chunk.owners))
         owners = torch.tensor(chunk.owners)
-        signs = row_signs(rows) * (owners[None, :] == torch.tensor(members)[:, None])
+        owned = (owners[None, :] == torch.tensor(members)[:, None]).double()
+        sums = torch.cat([row_signs(rows) * owned, owned])
         return _Ready(tuple(chunk.slices), len(chunk.rows), chunk.has_gaps, owners.to(self._device),
-                      torch.tensor(members, device=self._device), row_keys(rows).to(self._device), signs.to(self._device))  # fmt: skip
+                      torch.tensor(members, device=self._device), row_keys(rows).to(self._device), sums.to(self._device))  # fmt: skip
 
 
 def _chunks(extents: Sequence[Extent]) -> Iterator[_Chunk]:
@@ -170,7 +185,8 @@ def _chunks(extents: Sequence[Extent]) -> Iterator[_Chunk]:
             chunk.owners += [index] * num_rows
             chunk.has_gaps |= column > 0 or upto % ROW_NUMEL > 0
             position = upto
-            if len(chunk.rows) == _CHUNK_ROWS:
+            chunk.num_members += 1
+            if len(chunk.rows) == _CHUNK_ROWS or chunk.num_members == _CHUNK_MEMBERS:
                 yield chunk
                 chunk = _Chunk()
     if chunk.rows:

@@ -31,13 +31,15 @@ MANIFEST = "manifest.json"
 BRIEF = np.dtype([("hash", "<u8"), ("squares", "<f4")])
 """Squares rounded to float32, with a relative error of 6e-8; beyond its range they are infinite."""
 
+NORM = np.dtype([("squares", "<f4")])
+
 COMPLETE = np.dtype(
     [
         ("hash", "<u8"), ("squares", "<f8"), ("total", "<f8"), ("absolute", "<f8"), ("largest", "<f8"), ("nonfinite", "<u4"),
         ("projections", "<f8", 8),
     ]
 )  # fmt: skip
-ROWS = {"brief": BRIEF, "complete": COMPLETE}
+ROWS = {"norm": NORM, "brief": BRIEF, "complete": COMPLETE}
 
 _FRAME = struct.Struct("<4sIQ")
 _JSON = struct.Struct("<I")

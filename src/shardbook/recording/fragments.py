@@ -16,11 +16,15 @@ from shardbook.ledger.peers_naming import local
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements of parameter ``name`` from number ``start`` on: a flat view of an engine's memory, which keeps it alive."""
+    """Elements of parameter ``name`` from number ``start`` on: a flat view of an engine's memory, which keeps it alive.
+
+    ``version`` is that of a distributed tensor around it, whose writes leave its part's own counter alone.
+    """
 
     name: str
     start: int
     tensor: Tensor
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

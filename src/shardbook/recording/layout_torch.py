@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shardbook.errors import ConfigError
 from shardbook.ledger import peers_fsdp2
 from shardbook.ledger.peers_naming import Tree, local
-from shardbook.recording.fragments import Fragment, flat, flat_like
+from shardbook.recording.fragments import Fragment, flat_like
 
 
 class TorchLayout:
@@ -47,10 +47,10 @@ class TorchLayout:
         held = list(self._held())
         known = {name for name, _ in held}
         frozen = [(name, parameter) for name, parameter in self._module_parameters if name not in known]
-        return [self._fragment(name, parameter, flat(parameter)) for name, parameter in [*held, *frozen]]
+        return [self._fragment(name, parameter, parameter) for name, parameter in [*held, *frozen]]
 
     def model(self) -> list[Fragment]:
-        return [self._fragment(name, parameter, flat(parameter)) for name, parameter in self._module_parameters] if self._masters else []
+        return [self._fragment(name, parameter, parameter) for name, parameter in self._module_parameters] if self._masters else []
 
     def gradients(self) -> list[Fragment]:
         """The model's own where only those are there: masters get theirs later."""
@@ -63,16 +63,14 @@ class TorchLayout:
         return self._gradients_of(self._held())
 
     def _gradients_of(self, named: Any) -> list[Fragment]:
-        return [
-            self._fragment(name, parameter, flat_like(parameter.grad, parameter)) for name, parameter in named if parameter.grad is not None
-        ]
+        return [self._fragment(name, parameter, parameter.grad) for name, parameter in named if parameter.grad is not None]
 
     def states(self) -> Mapping[str, list[Fragment]]:
         found: dict[str, list[Fragment]] = {}
         for name, parameter in self._held():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() or key != "step"):
-                    found.setdefault(key, []).append(self._fragment(name, parameter, flat_like(value, parameter)))
+                    found.setdefault(key, []).append(self._fragment(name, parameter, value))
         return found
 
     def groups(self) -> list[tuple[Mapping[str, Any], tuple[str, ...]]]:
@@ -84,7 +82,7 @@ class TorchLayout:
         key = id(parameter)
         if key not in self._starts:
             self._starts[key] = first_element(name, parameter)
-        return Fragment(name, self._starts[key], tensor)
+        return Fragment(name, self._starts[key], flat_like(tensor, parameter), tensor._version)
 
 
 def first_element(name: str, parameter: Any) -> int:

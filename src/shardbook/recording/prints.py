@@ -14,14 +14,14 @@ class Fingerprint:
     Args:
         dtype: the type that the hash saw; hashes of different types say nothing about each other.
         numel: elements.
-        hash: unsigned, 64 bits.
+        hash: unsigned, 64 bits; None where only the norm was taken.
         squares: Σ x²; in a brief fingerprint rounded to float32.
         total, absolute, largest, nonfinite, projections: None where it is brief.
     """
 
     dtype: str
     numel: int
-    hash: int
+    hash: int | None
     squares: float
     total: float | None = None
     absolute: float | None = None
@@ -42,7 +42,13 @@ class Fingerprint:
         return math.isfinite(self.squares)
 
     def same_bits(self, other: "Fingerprint") -> bool:
-        """Whether both tensors have the same type, size and bits. False positives: see `fingerprint`."""
+        """Whether both tensors have the same type, size and bits. False positives: see `fingerprint`.
+
+        Raises:
+            ValueError: one of them is a norm alone.
+        """
+        if self.hash is None or other.hash is None:
+            raise ValueError("same_bits: only the norm was taken of a tensor; take a phase or a step of which hashes are recorded")
         return (self.dtype, self.numel, self.hash) == (other.dtype, other.numel, other.hash)
 
     def __add__(self, other: "Fingerprint") -> "Fingerprint":
@@ -50,7 +56,7 @@ class Fingerprint:
         both = Fingerprint(
             dtype=self.dtype if self.dtype == other.dtype else f"{self.dtype}+{other.dtype}",
             numel=self.numel + other.numel,
-            hash=(self.hash + other.hash) % 2**64,
+            hash=None if self.hash is None or other.hash is None else (self.hash + other.hash) % 2**64,
             squares=self.squares + other.squares,
         )
         if self.projections is None or other.projections is None:

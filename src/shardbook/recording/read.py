@@ -68,7 +68,8 @@ class Step:
         losses, weights: by rank, as they were given; the objective's loss is in the hands of who gave them.
         batches: by rank, the hash of each micro-batch.
         groups: the parameter groups' settings in force, and their parameters, by rank.
-        phases: phase -> parameter -> its fingerprint, the parts of all ranks put together, each element once.
+        phases: phase -> parameter -> its fingerprint, the parts of all ranks put together, each element once. ``before`` is always
+            there: it is the last ``weight`` where that did not change.
         parts: the same by part, before they were put together; buffers stay by rank.
         disagreements: replicas that differ.
         missing: (phase, parameter) of which no rank recorded some elements.
@@ -97,10 +98,14 @@ class Step:
         return sum(one.squares for one in self.phases.get(phase, {}).values()) ** 0.5
 
 
+_Row = tuple[str, str, int, Fingerprint]
+"""Phase, parameter, first element, and what is there."""
+
+
 @dataclass(slots=True)
 class _RankStep:
     about: Mapping[str, Any]
-    rows: list[tuple[str, str, int, Fingerprint]]  # phase, parameter, first element
+    rows: list[_Row]
 
 
 class Record:
@@ -183,7 +188,7 @@ class Record:
         for part in sorted(parts, key=lambda part: (part.start, part.rank)):
             extent = part.start, part.fingerprint.numel
             if extent in seen:
-                if not seen[extent].fingerprint.same_bits(part.fingerprint):
+                if (seen[extent].fingerprint.hash, seen[extent].fingerprint.squares) != (part.fingerprint.hash, part.fingerprint.squares):
                     step.disagreements.append(Disagreement(phase, name, part.rank, seen[extent].rank))
                 continue
             if part.start < end:
@@ -253,6 +258,33 @@ def _check_head(path: Path, rank: int, head: Mapping[str, Any], manifest: Mappin
 
 
 def _rank_steps(path: Path) -> Iterator[_RankStep]:
+    """Steps of one rank. What was hashed again, or not at all, because nothing had changed is given in the detail of what it equals."""
+    weights: list[_Row] = []
+    for step in _written_steps(path):
+        rows = _by_phase(step.rows)
+        if step.about["step"]:
+            known = {(name, start): fingerprint for _, name, start, fingerprint in weights}
+            before = [(phase, name, start, _fuller(one, known.get((name, start)))) for phase, name, start, one in rows.get("before", ())]
+            step.rows = [row for row in step.rows if row[0] != "before"] + (before or [("before", *row[1:]) for row in weights])
+            weights = rows.get("weight") or before or weights
+        else:
+            weights = rows.get("weight", [])
+        yield step
+
+
+def _fuller(one: Fingerprint, known: Fingerprint | None) -> Fingerprint:
+    """The one with more in it where both are of the same bits."""
+    return known if known is not None and known.hash is not None and known.same_bits(one) and not one.is_complete else one
+
+
+def _by_phase(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
+    found: dict[str, list[_Row]] = {}
+    for row in rows:
+        found.setdefault(row[0], []).append(row)
+    return found
+
+
+def _written_steps(path: Path) -> Iterator[_RankStep]:
     tables: list[list[tuple[str, int, int, str]]] = []
     try:
         for frame in frames(path):
@@ -269,7 +301,7 @@ def _unpacked(
 ) -> Iterator[_RankStep]:
     place = 0
     for step in steps:
-        rows: list[tuple[str, str, int, Fingerprint]] = []
+        rows: list[_Row] = []
         for phase, table, kind in step["rows"]:
             values = np.frombuffer(data, ROWS[kind], count=len(tables[table]), offset=place)
             place += values.nbytes
@@ -279,6 +311,8 @@ def _unpacked(
 
 
 def _fingerprint(dtype: str, numel: int, row: Sequence[Any]) -> Fingerprint:
+    if len(row) == 1:
+        return Fingerprint(dtype=dtype, numel=numel, hash=None, squares=row[0])
     if len(row) == 2:
         return Fingerprint(dtype=dtype, numel=numel, hash=row[0], squares=row[1])
     total, absolute, largest, nonfinite, projections = row[2:]

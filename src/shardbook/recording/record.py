@@ -11,15 +11,15 @@
             optimizer.zero_grad()
 
 A step is *complete* in the first :data:`COMPLETE_FIRST` steps and in every :data:`COMPLETE_EVERY`-th after them: all phases, with sums
-and projections. In between it is *brief*: hash and norm of gradients and weights. The phases, in the order in which they are taken:
+and projections. In between it is *brief*: hashes and norms of gradients and weights. The phases, in the order in which they are taken:
 
-``before``      weights at ``Recorder.step``: in complete steps, and where they changed since the last step left them
+``before``      weights at ``Recorder.step``: in complete steps, and where they changed since the step before
 ``model``       parameters as forward used them, where the optimizer has others (complete steps)
 ``buffer``      this rank's module buffers (complete steps)
 ``gradient``    at ``Recorder.step``
-``stepped``     gradients as the optimizer finds them: in complete steps, and where they changed since (by clipping, say)
+``stepped``     gradients as the optimizer finds them, clipped, say (in brief steps their norms only)
 ``weight``      after the optimizer's step
-``state.key``   the optimizer's state after its step (complete steps)
+``state.key``   the optimizer's state after its step (complete steps; hash and norm)
 """
 
 import itertools
@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,18 +36,21 @@ from torch import Tensor, nn
 
 from shardbook.errors import ConfigError, UsageError
 from shardbook.recording.batches import batch_hashes
-from shardbook.recording.fingerprint import Extent, Plan, Prints
+from shardbook.recording.fingerprint import Extent, Plan, Prints, norms
 from shardbook.recording.format import VERSION
 from shardbook.recording.fragments import Fragment, flat
 from shardbook.recording.keys import NUM_PROJECTIONS, ROW_NUMEL, SCHEME
 from shardbook.recording.layouts import Recorded, recorded
 from shardbook.recording.tensors import TensorFiles
-from shardbook.recording.writer import Rows, StepEntry, Writer
+from shardbook.recording.writer import Rows, StepEntry, Table, Writer
 
-COMPLETE_FIRST = 8
+COMPLETE_FIRST = 5
 COMPLETE_EVERY = 8
 FLUSH_EVERY = 16
 """Steps. What a killed run loses at most."""
+
+
+Detail = Literal["norm", "brief", "complete"]
 
 
 @contextmanager
@@ -61,7 +64,7 @@ def record(
         optimizer: what updates it.
         path: a folder for the record; every rank passes the same. Nothing is written over.
         full: also keep the tensors of complete steps, as safetensors files beside the rank's.
-        complete_every: steps from one complete step to the next, after the first eight; 1: every step is.
+        complete_every: steps from one complete step to the next, after the first five; 1: every step is.
 
     Raises:
         ConfigError: nothing to record, a layout that can't be read, or a path where a record is.
@@ -99,8 +102,8 @@ class Recorder:
         self._number = 0
         self._open: StepEntry | None = None
         self._unannounced = False  # the optimizer stepped without Recorder.step
-        self._after: dict[str, tuple[int, int]] = {}  # weights as last fingerprinted: address and version
-        self._gradients: dict[str, tuple[int, int]] = {}
+        self._after: dict[str, tuple[int, int, int]] = {}  # weights as last fingerprinted: address and version
+        self._is_after_complete = True
         self._groups: Any = None
         about = {"rank": self._rank, "ranks": self._num_ranks, "engine": self._run.engine}
         self._writer = Writer(folder, self._rank, self._manifest(), about)
@@ -150,7 +153,6 @@ class Recorder:
             self._take(entry, "model", self._layout.model())
             self._take(entry, "buffer", self._buffers())
         self._take(entry, "gradient", gradients)
-        self._gradients = _state_of(gradients)
 
     def close(self, *, ended: bool) -> None:
         """Write what is left and let go of the optimizer. ``ended`` is False where the loop was left by an exception."""
@@ -170,10 +172,7 @@ class Recorder:
             return
         if (settings := self._settings()) is not None:
             entry.scalars["groups"] = settings
-        stepped = [part for part in self._layout.stepped() if part.tensor is not None]
-        changed = _state_of(stepped)
-        if entry.complete or any(self._gradients.get(key) != state for key, state in changed.items()):
-            self._take(entry, "stepped", stepped)
+        self._take(entry, "stepped", self._layout.stepped(), "complete" if entry.complete else "norm")
         entry.scalars["applied"] = True
 
     def _after_optimizer(self, *_: Any) -> None:
@@ -190,8 +189,7 @@ class Recorder:
             self._take_weights(entry)
             if entry.complete:
                 for key, parts in self._layout.states().items():
-                    self._take(entry, f"state.{key}", parts)
-        self._gradients = {}
+                    self._take(entry, f"state.{key}", parts, "brief")
         self._writer.add(entry)
         if self._number % FLUSH_EVERY == 0 or self._number <= 2:
             self._writer.flush()
@@ -199,19 +197,25 @@ class Recorder:
     # ---- taking fingerprints ---------------------------------------------------------------------------------------------
 
     def _take_before(self, entry: StepEntry) -> None:
-        """Weights before the step: always in a complete one, since not every engine's writes move a version counter."""
+        """Weights before the step.
+
+        In a complete step they are hashed although no counter moved: a write to ``parameter.data`` moves none.
+        """
         weights = self._layout.weights()
-        if entry.complete or _state_of(weights) != self._after:
-            self._take(entry, "before", weights)
+        changed = _state_of(weights) != self._after
+        if entry.complete or changed:
+            knows = self._is_after_complete and not changed
+            self._take(entry, "before", weights, "complete" if entry.complete and not knows else "brief")
 
     def _take_weights(self, entry: StepEntry) -> None:
         weights = self._layout.weights()
         self._take(entry, "weight", weights)
-        self._after = _state_of(weights)
+        self._after, self._is_after_complete = _state_of(weights), entry.complete
 
-    def _take(self, entry: StepEntry, phase: str, parts: list[Fragment]) -> None:
+    def _take(self, entry: StepEntry, phase: str, parts: list[Fragment], detail: Detail | None = None) -> None:
+        """``detail``: how much; None: all in a complete step, hash and norm in a brief one."""
         if parts:
-            entry.rows.append(self._taker.rows(phase, parts, brief=not entry.complete))
+            entry.rows.append(self._taker.rows(phase, parts, detail or ("complete" if entry.complete else "brief")))
             if self._tensors is not None and entry.complete:
                 self._tensors.write(entry.number, phase, parts)
 
@@ -256,7 +260,7 @@ class _Taker:
     def __init__(self) -> None:
         self._plans: dict[Any, Plan] = {}
 
-    def rows(self, phase: str, parts: list[Fragment], *, brief: bool) -> Rows:
+    def rows(self, phase: str, parts: list[Fragment], detail: Detail) -> Rows:
         """One row per part, those of one type and device together."""
         kinds = sorted({(part.tensor.dtype, part.tensor.device) for part in parts}, key=str)
         table: list[tuple[str, int, int, str]] = []
@@ -264,17 +268,20 @@ class _Taker:
         for dtype, device in kinds:
             own = [part for part in parts if part.tensor.dtype == dtype and part.tensor.device == device]
             rows = tuple((part.name, part.start, part.tensor.numel(), str(dtype).removeprefix("torch.")) for part in own)
-            key = (rows, device)
-            if key not in self._plans:
-                self._plans[key] = Plan([Extent(start, numel) for _, start, numel, _ in rows], dtype, device)
-            prints.append(self._plans[key].prints([part.tensor for part in own], brief=brief))
+            tensors = [part.tensor for part in own]
+            prints.append(norms(tensors) if detail == "norm" else self._plan(rows, dtype, device).prints(tensors, brief=detail == "brief"))
             table += rows
         return Rows(phase, tuple(table), prints)
 
+    def _plan(self, rows: Table, dtype: torch.dtype, device: torch.device) -> Plan:
+        if (rows, device) not in self._plans:
+            self._plans[rows, device] = Plan([Extent(start, numel) for _, start, numel, _ in rows], dtype, device)
+        return self._plans[rows, device]
 
-def _state_of(parts: Iterable[Fragment]) -> dict[str, tuple[int, int]]:
+
+def _state_of(parts: Iterable[Fragment]) -> dict[str, tuple[int, int, int]]:
     """Address and version of each: the same again where nothing was written in between."""
-    return {f"{part.name} {part.start}": (part.tensor.data_ptr(), part.tensor._version) for part in parts}
+    return {f"{part.name} {part.start}": (part.tensor.data_ptr(), part.tensor._version, part.version) for part in parts}
 
 
 def _kept(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardbook.recording.fingerprint import Prints
-from shardbook.recording.format import BRIEF, COMPLETE, MAGIC, MANIFEST, RecordError, file_of, packed_json, packed_steps
+from shardbook.recording.format import MAGIC, MANIFEST, ROWS, RecordError, file_of, packed_json, packed_steps
 
 Table = tuple[tuple[str, int, int, str], ...]
 """What rows of fingerprints are of: (parameter, first element, number of elements, type)."""
@@ -95,25 +95,19 @@ class Writer:
 
 
 def _encoded(prints: Sequence[Prints]) -> tuple[str, bytes]:
-    """Rows of all parts, one after the other; complete ones where any are."""
-    complete = bool(prints) and prints[0].total is not None
-    rows = np.concatenate([_complete(part) if complete else _brief(part) for part in prints]) if prints else np.zeros(0, BRIEF)
-    return "complete" if complete else "brief", rows.tobytes()
+    """Which of `format.ROWS` they are, and the rows of all parts, one after the other."""
+    first = prints[0]
+    kind = "norm" if first.hash is None else "brief" if first.total is None else "complete"
+    return kind, b"".join(_rows(part, ROWS[kind]).tobytes() for part in prints)
 
 
-def _brief(prints: Prints) -> Any:
-    rows = np.zeros(len(prints.hash), BRIEF)
-    rows["hash"] = prints.hash.cpu().numpy().view(np.uint64)
-    with np.errstate(over="ignore"):
-        rows["squares"] = prints.squares.cpu().numpy()
-    return rows
-
-
-def _complete(prints: Prints) -> Any:
-    rows = np.zeros(len(prints.hash), COMPLETE)
-    rows["hash"] = prints.hash.cpu().numpy().view(np.uint64)
-    for name in ("squares", "total", "absolute", "largest", "nonfinite", "projections"):
-        rows[name] = getattr(prints, name).cpu().numpy()
+def _rows(prints: Prints, dtype: Any) -> Any:
+    rows: Any = np.zeros(len(prints.squares), dtype)
+    fields: list[str] = list(dtype.names)
+    with np.errstate(over="ignore"):  # beyond float32 squares become infinite
+        for name in fields:
+            values: Any = getattr(prints, name).cpu().numpy()
+            rows[name] = values.view(np.uint64) if name == "hash" else values
     return rows
 
 

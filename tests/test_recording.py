@@ -164,6 +164,26 @@ def test_writes_that_move_no_counter_are_seen_in_complete_steps(tmp_path, step_o
         assert step.norm("stepped") == pytest.approx(step.norm() / 2, rel=1e-5)
 
 
+def test_gradients_made_inside_of_the_optimizers_step(tmp_path):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    with sb.record(model, optimizer, tmp_path / "a") as recorder:
+        for step in range(1, 4):
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(data(step)).square().mean()  # noqa: B023
+                loss.backward()
+                recorder.step(loss=loss, batch=data(step))  # noqa: B023
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                return loss
+
+            optimizer.step(closure) if step == 1 else optimizer.step(closure=closure)
+    expected = train(tmp_path / "b", clip=0.05)
+    for phase in ("gradient", "stepped", "weight", "before"):
+        assert bits(sb.Record.open(tmp_path / "a"), phase) == bits(expected, phase)
+
+
 def test_a_step_that_the_optimizer_did_not_take(tmp_path):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -26,7 +26,7 @@ from torch import Tensor
 from shardbook.recording.keys import NUM_PROJECTIONS, ROW_NUMEL, column_keys, column_signs, row_keys, row_signs
 
 _CHUNK_ROWS = 1024  # 256 Ki elements, 2 MiB in float64 and as much as integers: calls cost more than cache misses do
-_CHUNK_MEMBERS = 64  # fragments: the matrix that sums rows by fragment has members · rows entries
+_CHUNK_MEMBERS = 16  # fragments: the matrix that sums rows by fragment has members · rows entries
 _LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 

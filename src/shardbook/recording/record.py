@@ -45,7 +45,7 @@ from shardbook.recording.tensors import TensorFiles
 from shardbook.recording.writer import Rows, StepEntry, Table, Writer
 
 COMPLETE_FIRST = 5
-COMPLETE_EVERY = 8
+COMPLETE_EVERY = 16
 FLUSH_EVERY = 16
 """Steps. What a killed run loses at most."""
 
@@ -165,7 +165,21 @@ class Recorder:
 
     # ---- what is seen by itself ------------------------------------------------------------------------------------------
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def _before_optimizer(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before the optimizer's step, or, where gradients are made inside of it, as Lightning does, after its closure."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._about_to_step()
+            return None
+
+        def watched() -> Any:
+            loss = closure()
+            self._about_to_step()
+            return loss
+
+        return (args[0], watched, *args[2:]) if len(args) > 1 else args, kwargs | ({} if len(args) > 1 else {"closure": watched})
+
+    def _about_to_step(self) -> None:
         entry = self._open
         if entry is None:
             self._unannounced = True

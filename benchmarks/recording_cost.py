@@ -27,7 +27,8 @@ SIZES = {
 }
 
 
-def main(size: str = "medium", micro_batch: int = 4, steps: int = 40) -> None:
+def main(size: str = "medium", micro_batch: int = 4, steps: int = 40) -> float:
+    """Prints the figures; returns the ratio of a long run."""
     torch.set_num_threads(1)
     config = SIZES[size]
     tokens = torch.randint(0, config.vocab, (micro_batch, config.sequence + 1))
@@ -39,7 +40,7 @@ def main(size: str = "medium", micro_batch: int = 4, steps: int = 40) -> None:
             for _ in range(steps)
         ]
         nbytes = sum(path.stat().st_size for path in (Path(folder) / "a").iterdir())
-    report(config, len(list(models[0].parameters())), times, nbytes)
+    return report(config, len(list(models[0].parameters())), times, nbytes)
 
 
 def step(model: GPT, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, recorder: sb.Recorder | None) -> None:
@@ -58,7 +59,7 @@ def timed(work: Callable[[], None]) -> float:
     return time.process_time() - began
 
 
-def report(config: GPTConfig, num_parameters: int, times: list[list[float]], nbytes: int) -> None:
+def report(config: GPTConfig, num_parameters: int, times: list[list[float]], nbytes: int) -> float:
     first, later = times[1:COMPLETE_FIRST], times[COMPLETE_FIRST:]  # the very first step makes optimizer state and plans
     numbered = list(enumerate(later, COMPLETE_FIRST + 1))
     complete = [pair for number, pair in numbered if number % COMPLETE_EVERY == 0]
@@ -75,6 +76,7 @@ def report(config: GPTConfig, num_parameters: int, times: list[list[float]], nby
     mean = (1 - share) * median(b / a for a, b in brief) + share * median(b / a for a, b in complete)
     print(f"a long run   {mean:.3f} of a plain step")
     print(f"record {nbytes:,} bytes")
+    return mean
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A record of a loop in one process: what is seen, what is kept, and what is said when it can't be."""
 
+import itertools
 import json
 import math
 import shutil
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import shardbook as sb
 from shardbook.errors import ConfigError, UsageError
-from shardbook.recording.format import MANIFEST, VERSION, file_of
+from shardbook.recording.format import MAGIC, MANIFEST, VERSION, file_of
 from shardbook.recording.prints import compare
 from shardbook.recording.record import COMPLETE_EVERY, COMPLETE_FIRST
 
@@ -339,6 +342,36 @@ def test_damage_and_foreign_files(tmp_path):
             sb.Record.open(tmp_path / "a")
     with pytest.raises(ConfigError, match="no record"):
         sb.Record.open(tmp_path / "elsewhere")
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_changed_byte_of_a_ranks_file_is_noticed(tmp_path, data):
+    folder = tmp_path / "a"
+    if not folder.exists():
+        train(folder, steps=20)
+        (tmp_path / "good").write_bytes(file_of(folder, 0).read_bytes())
+    content = bytearray((tmp_path / "good").read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    file_of(folder, 0).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"truncated|damaged|not a rank's file"):
+        sb.Record.open(folder)
+
+
+def test_a_missing_part_is_noticed(tmp_path):
+    train(tmp_path / "a", steps=40)
+    file = file_of(tmp_path / "a", 0)
+    content, starts = file.read_bytes(), [len(MAGIC)]
+    while starts[-1] < len(content):
+        starts.append(starts[-1] + 16 + int.from_bytes(content[starts[-1] + 8 : starts[-1] + 16], "little"))
+    assert len(starts) > 5
+    for begin, end in itertools.pairwise(starts[1:-2]):
+        file.write_bytes(content[:begin] + content[end:])
+        with pytest.raises(ConfigError, match="a part of it is missing"):
+            sb.Record.open(tmp_path / "a")
+    file.write_bytes(content + content[starts[0] :])
+    with pytest.raises(ConfigError, match="not in the order"):
+        sb.Record.open(tmp_path / "a")
 
 
 def test_nothing_is_written_over(tmp_path):

@@ -3,7 +3,7 @@
 A folder: ``manifest.json``, written by rank 0, and a file for each rank, ``rank-00000.rec``. A rank's file is a magic number and then
 frames, one for each flush::
 
-    kind (4 bytes)  checksum (crc32, 4)  length (8)  payload, compressed by zlib
+    kind (4 bytes)  checksum (crc32 of kind and payload, 4)  length (8)  payload, compressed by zlib
 
 A frame is written in one go and counts once it is there in full with a right checksum, so that a run that is killed leaves every
 flush before. ``HEAD`` is JSON about the rank, ``STEP`` holds several steps, ``LAST`` says that the run ended by itself.
@@ -63,7 +63,11 @@ def file_of(folder: Path, rank: int) -> Path:
 def packed(kind: str, payload: bytes) -> bytes:
     """One frame."""
     body = zlib.compress(payload, 1)
-    return _FRAME.pack(kind.encode(), zlib.crc32(body), len(body)) + body
+    return _FRAME.pack(kind.encode(), _checksum(kind.encode(), body), len(body)) + body
+
+
+def _checksum(kind: bytes, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(kind))
 
 
 def packed_json(kind: str, value: Any) -> bytes:
@@ -101,7 +105,7 @@ def frames(path: Path) -> Iterator[Frame]:
                 raise TruncatedError(f"{path}: truncated: it ends at byte {end}, inside of what was flushed last")
             kind, checksum, length = _FRAME.unpack(head)
             body = file.read(length)
-            if zlib.crc32(body) != checksum:
+            if _checksum(kind, body) != checksum:
                 raise RecordError(f"{path}: damaged at byte {place}: what was flushed there has another checksum; copy the record again")
             yield Frame(kind.decode("ascii", "replace"), zlib.decompress(body))
 

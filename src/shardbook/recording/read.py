@@ -222,18 +222,19 @@ def _manifest(folder: Path) -> Mapping[str, Any]:
 
 def _look(folder: Path, rank: int, manifest: Mapping[str, Any], *, unfinished: bool) -> tuple[int, bool]:
     """(number of the last step, whether the run ended by itself) of one rank, its file checked from end to end."""
-    path, last, ended, is_first = file_of(folder, rank), -1, False, True
+    path, last, ended = file_of(folder, rank), -1, False
     if not path.exists():
         raise RecordError(
             f"{folder}: rank {rank} of {manifest['ranks']} is missing ({path.name}); every rank records, into the same folder"
         )
     try:
-        for frame in frames(path):
-            if is_first:
+        for place, frame in enumerate(frames(path)):
+            if (place == 0) != (frame.kind == "HEAD") or ended:
+                raise RecordError(f"{path}: its parts are not in the order in which sb.record writes them; copy the record again")
+            if frame.kind == "HEAD":
                 _check_head(path, rank, json.loads(frame.payload), manifest)
-                is_first = False
             elif frame.kind == "STEP":
-                last = max(last, *(step["step"] for step in steps_of(frame)[0]["steps"]))
+                last = _last_step(path, [step["step"] for step in steps_of(frame)[0]["steps"]], last)
             ended = frame.kind == "LAST"
     except TruncatedError as error:
         if not unfinished:
@@ -247,6 +248,13 @@ def _look(folder: Path, rank: int, manifest: Mapping[str, Any], *, unfinished: b
     if last < 0:
         raise RecordError(f"{path}: no step was flushed; there is nothing to read")
     return last, ended
+
+
+def _last_step(path: Path, numbers: Sequence[int], last: int) -> int:
+    """The last of the steps of one flush, which go on from ``last``."""
+    if list(numbers) != list(range(last + 1, last + 1 + len(numbers))):
+        raise RecordError(f"{path}: after step {last} come steps {list(numbers)}: a part of it is missing; copy the record again")
+    return numbers[-1]
 
 
 def _check_head(path: Path, rank: int, head: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Records of several ranks: parts add up to what one process has, stages agree to the bit, other engines within rounding."""
 
+import contextlib
 import importlib.util
 import tempfile
 import warnings
@@ -16,7 +17,8 @@ from benchmarks.models import SMALL, build
 from shardbook.errors import ConfigError
 from shardbook.recording.format import file_of
 from shardbook.recording.prints import compare
-from tests import oracle, ranks
+from tests import equality, oracle, ranks
+from tests.zoo import ZOO
 
 pytestmark = pytest.mark.ranks
 STEPS = 3
@@ -285,3 +287,55 @@ def test_deepspeeds_masters_of_rounded_weights_are_seen(stage):
     for name in matrices:
         assert start.phases["weight"][name].dtype == "float32"
         assert 2**-12 < compare(start.phases["weight"][name], expected.phases["weight"][name]).distance < 2**-7
+
+
+def zoo_under_shardbook(folder: str, entries: list[str], stage: int, precision: str) -> list[bool]:
+    """Every model of the zoo, recorded and not: whether the parameters came out the same to the bit."""
+    same = []
+    for entry in entries:
+        finals = []
+        for path in (None, f"{folder}/{entry}"):
+            case = equality.Case(entry=entry, stage=stage, precision=precision, accumulate=2)
+            model = equality.built(ZOO[entry], equality.SEED)
+            optimizer = equality.OPTIMIZERS[case.optimizer]([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+            engine = sb.Engine(model, optimizer, equality.engine_config(case))
+            with sb.record(engine, None, path) if path else contextlib.nullcontext() as recorder:
+                for step in range(STEPS):
+                    for batch in equality.micro_batches(case, rank_of_group(), step):
+                        loss, weight = equality.forward(case, engine, batch)
+                        engine.backward(loss, weight=weight)
+                    if recorder is not None:
+                        recorder.step(loss=loss, weight=1)
+                    engine.step()
+            finals.append({name: value.clone() for name, value in engine.full_parameters()})
+            engine.close()
+        same.append(all(torch.equal(value, finals[1][name]) for name, value in finals[0].items()))
+    return same
+
+
+AWKWARD = ["tied", "frozen", "odd_shapes", "used_on_some_ranks", "integer_weights"]
+
+
+@pytest.mark.parametrize("stage, precision", [(3, "bf16"), (0, "fp32")])
+def test_awkward_models_are_recorded_in_full_and_left_alone(stage, precision):
+    recorded_and_left_alone(AWKWARD, stage, precision)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_zoo_is_recorded_in_full_and_left_alone(stage, precision):
+    recorded_and_left_alone(list(ZOO), stage, precision)
+
+
+def recorded_and_left_alone(entries: list[str], stage: int, precision: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for same in ranks.call(2, zoo_under_shardbook, folder, entries, stage, precision, seconds=180):
+            assert all(same), [name for name, one in zip(entries, same, strict=True) if not one]
+        for entry in entries:
+            record = sb.Record.open(Path(folder) / entry)
+            for step in record.steps():
+                assert step.disagreements == [], entry
+                assert [item for item in step.missing if item[0] != "model"] == [], entry
+                if step.applied or not step.number:
+                    assert step.phases["weight"].keys() == {n for n, one in record.parameters.items() if one.numel}, entry

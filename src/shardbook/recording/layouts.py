@@ -41,11 +41,14 @@ def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
     """
     engine = peers.engine_of(model, optimizer)
     module = peers.module_of(model)
+    passes = peers_shardbook.passes_of(model) or peers_shardbook.passes_of(module)
     optimizer = peers.optimizer_of(model, optimizer)
+    if optimizer is None and passes is not None:
+        optimizer = getattr(model, "optimizer", None)  # the engine's own
     if optimizer is None:
         raise ConfigError("record: optimizer is None; pass the optimizer that updates the model, as built or as the engine gave it back")
     parameters = describe(module)
-    if (passes := peers_shardbook.passes_of(model) or peers_shardbook.passes_of(module)) is not None:
+    if passes is not None:
         layout = ShardbookLayout(passes, optimizer)
         return Recorded(engine=engine, module=module, stepper=optimizer, layout=layout, parameters=parameters, sums=True)
     if peers_deepspeed.is_zero(optimizer):

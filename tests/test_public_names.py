@@ -13,7 +13,7 @@ import shardbook as sb
 # Grows as parts are built; a name that is once here stays.
 PUBLIC = {
     "BudgetError", "Choices", "Convention", "Engine", "Forecast", "Ledger", "Measurement", "Offload", "Precision", "Prefetch", "Recompute",
-    "RunDocument", "StepReport", "ZeroConfig", "forecast", "measure", "simulate",
+    "Record", "Recorder", "RunDocument", "StepReport", "ZeroConfig", "forecast", "measure", "record", "simulate",
 }  # fmt: skip
 
 DEFAULTS = {

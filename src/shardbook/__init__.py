@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shardbook.forecasting.result import Forecast
     from shardbook.ledger.ledger import Ledger
     from shardbook.ledger.measurement import Measurement, measure
+    from shardbook.recording.read import Record
+    from shardbook.recording.record import Recorder, record
     from shardbook.simulation.simulate import simulate
 
 __version__ = "0.1.0"
@@ -38,11 +40,14 @@ __all__ = [
     "Precision",
     "Prefetch",
     "Recompute",
+    "Record",
+    "Recorder",
     "RunDocument",
     "StepReport",
     "ZeroConfig",
     "forecast",
     "measure",
+    "record",
     "simulate",
 ]
 
@@ -58,11 +63,14 @@ _HOMES = {
     "Precision": "shardbook.config",
     "Prefetch": "shardbook.config",
     "Recompute": "shardbook.config",
+    "Record": "shardbook.recording.read",
+    "Recorder": "shardbook.recording.record",
     "RunDocument": "shardbook.document",
     "StepReport": "shardbook.engine.report",
     "ZeroConfig": "shardbook.config",
     "forecast": "shardbook.forecasting.forecast",
     "measure": "shardbook.ledger.measurement",
+    "record": "shardbook.recording.record",
     "simulate": "shardbook.simulation.simulate",
 }
 

@@ -75,6 +75,14 @@ def module_of(model: Any) -> nn.Module:
     return module if isinstance(module, nn.Module) else module.model
 
 
+def optimizer_of(model: Any, optimizer: Any) -> Any:
+    """The optimizer inside of whatever wraps it; DeepSpeed's own where only its engine is given."""
+    optimizer = _layers(optimizer, _OPTIMIZER_WRAPPERS)[-1]
+    if optimizer is None and "DeepSpeedEngine" in class_names(model):
+        return getattr(model, "optimizer", None)
+    return optimizer
+
+
 def holdings(model: Any, optimizer: Any, memory: Memory = REAL) -> Iterator[Holding]:
     """Every tensor that ``model`` and ``optimizer`` hold now: each storage once, in the first account that claims it.
 
@@ -109,9 +117,7 @@ def _order(found: Found) -> int:
 
 def _found(model: Any, optimizer: Any) -> list[Found]:
     """What is held, in no order; a storage may come several times."""
-    optimizer = _layers(optimizer, _OPTIMIZER_WRAPPERS)[-1]
-    if optimizer is None and "DeepSpeedEngine" in class_names(model):
-        optimizer = getattr(model, "optimizer", None)
+    optimizer = optimizer_of(model, optimizer)
     module = _layers(model, _MODEL_WRAPPERS)[-1]
     own = peers_shardbook.passes_of(module)
     if own is not None:

@@ -1,0 +1,61 @@
+"""Which layout an engine has, and the parameters of its model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardbook.errors import ConfigError
+from shardbook.ledger import peers, peers_deepspeed, peers_shardbook
+from shardbook.recording.fragments import Described, Layout, describe
+from shardbook.recording.layout_deepspeed import PartitionLayout, ShardLayout
+from shardbook.recording.layout_shardbook import ShardbookLayout
+from shardbook.recording.layout_torch import TorchLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What is recorded of a run.
+
+    Args:
+        engine: ``"plain"``, ``"ddp"``, ``"fsdp2"``, ``"deepspeed k"`` or ``"shardbook stage k"``.
+        stepper: torch's optimizer, whose step is watched.
+        steps_in_parts: the optimizer's step is called several times in a step, once per group.
+        sums: gradients are sums over ranks and micro-batches, which the step divides by the total weight.
+    """
+
+    engine: str
+    module: nn.Module
+    stepper: Any
+    layout: Layout
+    parameters: list[Described]
+    steps_in_parts: bool = False
+    sums: bool = False
+
+
+def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
+    """Find out what trains ``model``.
+
+    Raises:
+        ConfigError: no module, no optimizer, or an engine whose layout can't be read.
+    """
+    engine = peers.engine_of(model, optimizer)
+    module = peers.module_of(model)
+    passes = peers_shardbook.passes_of(model) or peers_shardbook.passes_of(module)
+    optimizer = peers.optimizer_of(model, optimizer)
+    if optimizer is None and passes is not None:
+        optimizer = getattr(model, "optimizer", None)  # the engine's own
+    if optimizer is None:
+        raise ConfigError("record: optimizer is None; pass the optimizer that updates the model, as built or as the engine gave it back")
+    parameters = describe(module)
+    if passes is not None:
+        layout = ShardbookLayout(passes, optimizer)
+        return Recorded(engine=engine, module=module, stepper=optimizer, layout=layout, parameters=parameters, sums=True)
+    if peers_deepspeed.is_zero(optimizer):
+        third = engine == "deepspeed 3"
+        layout = ShardLayout(module, optimizer, rank) if third else PartitionLayout(module, optimizer)
+        return Recorded(
+            engine=engine, module=module, stepper=optimizer.optimizer, layout=layout, parameters=parameters, steps_in_parts=True
+        )
+    layout = TorchLayout(module, optimizer)
+    return Recorded(engine=engine, module=module, stepper=optimizer, layout=layout, parameters=parameters)

@@ -1,0 +1,323 @@
+"""``sb.record``: what a training loop does, written down so that it can be compared with another run.
+
+    with sb.record(model, optimizer, "runs/a.rec") as recorder:
+        for batch in batches:
+            loss = model(*batch)
+            loss.backward()
+            recorder.step(loss=loss, batch=batch)     # after backward and reduction, before clipping
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+A step is *complete* in the first :data:`COMPLETE_FIRST` steps and in every :data:`COMPLETE_EVERY`-th after them: all phases, with sums
+and projections. In between it is *brief*: hashes and norms of gradients and weights. The phases, in the order in which they are taken:
+
+``before``      weights at ``Recorder.step``: in complete steps, and where they changed since the step before
+``model``       parameters as forward used them, where the optimizer has others (complete steps)
+``buffer``      this rank's module buffers (complete steps)
+``gradient``    at ``Recorder.step``
+``stepped``     gradients as the optimizer finds them, clipped, say (in brief steps their norms only)
+``weight``      after the optimizer's step
+``state.key``   the optimizer's state after its step (complete steps; hash and norm)
+"""
+
+import itertools
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardbook.errors import ConfigError, UsageError
+from shardbook.recording.batches import batch_hashes
+from shardbook.recording.fingerprint import Extent, Plan, Prints, norms
+from shardbook.recording.format import VERSION
+from shardbook.recording.fragments import Fragment, flat
+from shardbook.recording.keys import NUM_PROJECTIONS, ROW_NUMEL, SCHEME
+from shardbook.recording.layouts import Recorded, recorded
+from shardbook.recording.tensors import TensorFiles
+from shardbook.recording.writer import Rows, StepEntry, Table, Writer
+
+COMPLETE_FIRST = 5
+COMPLETE_EVERY = 16
+FLUSH_EVERY = 16
+"""Steps. What a killed run loses at most."""
+
+
+Detail = Literal["norm", "brief", "complete"]
+
+
+@contextmanager
+def record(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path | str, *, full: bool = False, complete_every: int = COMPLETE_EVERY
+) -> Generator["Recorder"]:
+    """Record a loop over any engine: plain, DDP, FSDP2, DeepSpeed, shardbook, and trainers around them.
+
+    Args:
+        model: the module, or what wraps it; built, sharded and on its device.
+        optimizer: what updates it.
+        path: a folder for the record; every rank passes the same. Nothing is written over.
+        full: also keep the tensors of complete steps, as safetensors files beside the rank's.
+        complete_every: steps from one complete step to the next, after the first five; 1: every step is.
+
+    Raises:
+        ConfigError: nothing to record, a layout that can't be read, or a path where a record is.
+
+    >>> import tempfile
+    >>> model = nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with tempfile.TemporaryDirectory() as folder, record(model, optimizer, Path(folder) / "a") as recorder:
+    ...     loss = model(torch.ones(4, 3)).sum()
+    ...     loss.backward()
+    ...     recorder.step(loss=loss, weight=8)
+    ...     optimizer.step()
+    """
+    if isinstance(complete_every, bool) or complete_every < 1:
+        raise ConfigError(f"record: complete_every = {complete_every}: steps from one complete step to the next, at least 1")
+    recorder = Recorder(model, optimizer, Path(path), full=full, complete_every=complete_every)
+    ended = False
+    try:
+        yield recorder
+        ended = True
+    finally:
+        recorder.close(ended=ended)
+
+
+class Recorder:
+    """Made by :func:`record`."""
+
+    def __init__(self, model: Any, optimizer: Any, folder: Path, *, full: bool, complete_every: int) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        self._run: Recorded = recorded(model, optimizer, self._rank)
+        self._layout = self._run.layout
+        self._every = complete_every
+        self._taker = _Taker()
+        self._number = 0
+        self._open: StepEntry | None = None
+        self._unannounced = False  # the optimizer stepped without Recorder.step
+        self._after: dict[str, tuple[int, int, int]] = {}  # weights as last fingerprinted: address and version
+        self._is_after_complete = True
+        self._groups: Any = None
+        about = {"rank": self._rank, "ranks": self._num_ranks, "engine": self._run.engine}
+        self._writer = Writer(folder, self._rank, self._manifest(), about)
+        self._tensors = TensorFiles(folder, self._rank) if full else None
+        start = StepEntry(0, True, {"groups": self._settings()})
+        self._take_weights(start)
+        self._take(start, "buffer", self._buffers())
+        self._writer.add(start)
+        self._handles = [
+            self._run.stepper.register_step_pre_hook(self._before_optimizer),
+            self._run.stepper.register_step_post_hook(self._after_optimizer),
+        ]
+
+    # ---- what a loop calls ----------------------------------------------------------------------------------------------
+
+    def step(self, *, loss: Any, weight: Any = 1.0, batch: Any = None) -> None:
+        """Once a step, after backward and reduction, before clipping.
+
+        Args:
+            loss: this rank's, over its micro-batches: a number or a tensor with one element.
+            weight: what the loss is a sum over; 1 for a mean.
+            batch: the tensors that this rank was given, a list of micro-batches where there are several. Only a hash is kept.
+
+        Raises:
+            UsageError: there are no gradients, or the optimizer has stepped already.
+        """
+        self._finish(applied=False)
+        if self._unannounced:
+            self._unannounced = False
+            raise UsageError(
+                "recorder.step: the optimizer has stepped since the last call, so gradients are those of no step to come; "
+                "call recorder.step once a step, between backward and clipping, before optimizer.step()"
+            )
+        gradients = self._layout.gradients()
+        if not gradients and not self._may_be_without_any:
+            raise UsageError(
+                "recorder.step: no parameter has a gradient; call it after backward (and reduction) and before gradients are cleared"
+            )
+        self._number += 1
+        complete = self._number <= COMPLETE_FIRST or self._number % self._every == 0
+        num_rows, hashes = batch_hashes(batch)
+        entry = self._open = StepEntry(self._number, complete, {"loss": _kept(loss), "weight": _kept(weight)})
+        if batch is not None:
+            entry.scalars |= {"batch_rows": num_rows, "batch": hashes}
+        self._take_before(entry)
+        if complete:
+            self._take(entry, "model", self._layout.model())
+            self._take(entry, "buffer", self._buffers())
+        self._take(entry, "gradient", gradients)
+
+    def close(self, *, ended: bool) -> None:
+        """Write what is left and let go of the optimizer. ``ended`` is False where the loop was left by an exception."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if ended:
+            self._finish(applied=False)
+        self._writer.close(ended=ended)
+
+    # ---- what is seen by itself ------------------------------------------------------------------------------------------
+
+    def _before_optimizer(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before the optimizer's step, or, where gradients are made inside of it, as Lightning does, after its closure."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._about_to_step()
+            return None
+
+        def watched() -> Any:
+            loss = closure()
+            self._about_to_step()
+            return loss
+
+        return (args[0], watched, *args[2:]) if len(args) > 1 else args, kwargs | ({} if len(args) > 1 else {"closure": watched})
+
+    def _about_to_step(self) -> None:
+        entry = self._open
+        if entry is None:
+            self._unannounced = True
+            return
+        if (settings := self._settings()) is not None:
+            entry.scalars["groups"] = settings
+        self._take(entry, "stepped", self._layout.stepped(), "complete" if entry.complete else "norm")
+        entry.scalars["applied"] = True
+
+    def _after_optimizer(self, *_: Any) -> None:
+        if not self._run.steps_in_parts:  # else the last part is known by the next step
+            self._finish(applied=True)
+
+    def _finish(self, *, applied: bool) -> None:
+        """The step is over: take what it left."""
+        entry, self._open = self._open, None
+        if entry is None:
+            return
+        applied = entry.scalars.setdefault("applied", applied)
+        if applied:
+            self._take_weights(entry)
+            if entry.complete:
+                for key, parts in self._layout.states().items():
+                    self._take(entry, f"state.{key}", parts, "brief")
+        self._writer.add(entry)
+        if self._number % FLUSH_EVERY == 0 or self._number <= 2:
+            self._writer.flush()
+
+    # ---- taking fingerprints ---------------------------------------------------------------------------------------------
+
+    def _take_before(self, entry: StepEntry) -> None:
+        """Weights before the step.
+
+        In a complete step they are hashed although no counter moved: a write to ``parameter.data`` moves none.
+        """
+        weights = self._layout.weights()
+        changed = _state_of(weights) != self._after
+        if entry.complete or changed:
+            knows = self._is_after_complete and not changed
+            self._take(entry, "before", weights, "complete" if entry.complete and not knows else "brief")
+
+    def _take_weights(self, entry: StepEntry) -> None:
+        weights = self._layout.weights()
+        self._take(entry, "weight", weights)
+        self._after, self._is_after_complete = _state_of(weights), entry.complete
+
+    def _take(self, entry: StepEntry, phase: str, parts: list[Fragment], detail: Detail | None = None) -> None:
+        """``detail``: how much; None: all in a complete step, hash and norm in a brief one."""
+        if parts:
+            entry.rows.append(self._taker.rows(phase, parts, detail or ("complete" if entry.complete else "brief")))
+            if self._tensors is not None and entry.complete:
+                self._tensors.write(entry.number, phase, parts)
+
+    def _buffers(self) -> list[Fragment]:
+        return [Fragment(name, 0, flat(buffer)) for name, buffer in self._run.module.named_buffers()]
+
+    @property
+    def _may_be_without_any(self) -> bool:
+        """Where ranks hold parts, one may have no part of what was trained in this step."""
+        return self._num_ranks > 1 and self._run.engine not in ("plain", "ddp")
+
+    def _settings(self) -> Any:
+        """Settings of the parameter groups where they are not what was last written, else None."""
+        groups = [_numbers(group) | {"parameters": list(names)} for group, names in self._layout.groups()]
+        if groups == self._groups:
+            return None
+        self._groups = groups
+        return groups
+
+    def _manifest(self) -> dict[str, Any]:
+        run = self._run
+        return {
+            "version": VERSION,
+            "scheme": SCHEME,
+            "row_numel": ROW_NUMEL,
+            "projections": NUM_PROJECTIONS,
+            "shardbook": _version("shardbook"),
+            "torch": str(torch.__version__),
+            "engine": run.engine,
+            "ranks": self._num_ranks,
+            "gradients": "sum" if run.sums else "as found",
+            "optimizer": type(run.stepper).__name__,
+            "complete_first": COMPLETE_FIRST,
+            "complete_every": self._every,
+            "parameters": [asdict(one) for one in run.parameters],
+        }
+
+
+class _Taker:
+    """Fingerprints of lists of fragments, with a plan kept for each geometry that has come up."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, Plan] = {}
+
+    def rows(self, phase: str, parts: list[Fragment], detail: Detail) -> Rows:
+        """One row per part, those of one type and device together."""
+        kinds = sorted({(part.tensor.dtype, part.tensor.device) for part in parts}, key=str)
+        table: list[tuple[str, int, int, str]] = []
+        prints: list[Prints] = []
+        for dtype, device in kinds:
+            own = [part for part in parts if part.tensor.dtype == dtype and part.tensor.device == device]
+            rows = tuple((part.name, part.start, part.tensor.numel(), str(dtype).removeprefix("torch.")) for part in own)
+            tensors = [part.tensor for part in own]
+            prints.append(norms(tensors) if detail == "norm" else self._plan(rows, dtype, device).prints(tensors, brief=detail == "brief"))
+            table += rows
+        return Rows(phase, tuple(table), prints)
+
+    def _plan(self, rows: Table, dtype: torch.dtype, device: torch.device) -> Plan:
+        if (rows, device) not in self._plans:
+            self._plans[rows, device] = Plan([Extent(start, numel) for _, start, numel, _ in rows], dtype, device)
+        return self._plans[rows, device]
+
+
+def _state_of(parts: Iterable[Fragment]) -> dict[str, tuple[int, int, int]]:
+    """Address and version of each: the same again where nothing was written in between."""
+    return {f"{part.name} {part.start}": (part.tensor.data_ptr(), part.tensor._version, part.version) for part in parts}
+
+
+def _kept(value: Any) -> Any:
+    """A copy that later steps leave alone, without waiting for the device."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings that are numbers, as they are now."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[key] = value.item()
+        elif isinstance(value, (bool, int, float)):
+            found[key] = value
+        elif isinstance(value, (list, tuple)) and key != "params":
+            found[key] = [float(item) for item in itertools.islice(value, 8) if isinstance(item, (int, float, Tensor))]  # pyright: ignore[reportUnknownVariableType]
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,10 @@
+"""What recording may cost, on a model that is small enough for the overhead of calls to show."""
+
+import pytest
+
+from benchmarks import recording_cost
+
+
+@pytest.mark.slow
+def test_a_long_run_costs_at_most_a_seventh_more():
+    assert recording_cost.main("small", micro_batch=8, steps=40) < 1.15

@@ -22,7 +22,7 @@ LEVELS = {
     ),
     **dict.fromkeys(("facts", "tables", "replay"), 1),
     **dict.fromkeys(("forecasting", "engine", "ledger", "models"), 2),
-    **dict.fromkeys(("recording", "simulation", "checkpoint", "verify", "planner"), 3),
+    **dict.fromkeys(("recording", "simulation", "verifying", "checkpoint", "planner"), 3),
     **dict.fromkeys(("train", "report"), 4),
     **dict.fromkeys(("cli", "explore"), 5),
 }

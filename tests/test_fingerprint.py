@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardbook.recording.batches import batch_hashes
+from shardbook.recording.batches import Batch, batch_of
 from shardbook.recording.fingerprint import Extent, Plan, Prints
 from shardbook.recording.keys import NUM_PROJECTIONS, ROW_NUMEL, column_keys, column_signs, row_keys, row_signs, signed
 from shardbook.recording.prints import Fingerprint, compare
@@ -181,7 +181,7 @@ def test_types_can_be_compared_by_sums_not_by_hash():
 
 
 def total(batch) -> int:
-    return sum(value.item() for value in batch_hashes(batch)[1]) % 2**64
+    return sum(value.item() for value in batch_of(batch).hashes) % 2**64
 
 
 @EXAMPLES
@@ -192,7 +192,7 @@ def test_a_batch_is_the_sum_of_its_rows(rows, cuts, seed):
     cuts = sorted({0, rows, *(cut for cut in cuts if cut < rows)})
     micro = [(inputs[a:b], targets[a:b]) for a, b in itertools.pairwise(cuts)]
     order = torch.randperm(rows, generator=generator)
-    assert batch_hashes(micro)[0] == rows
+    assert batch_of(micro).num_rows == rows
     assert total(micro) == total((inputs, targets)) == total({"a": inputs[order], "b": targets[order]})
     if not torch.equal(inputs, targets):
         assert total((targets, inputs)) != total((inputs, targets))
@@ -202,4 +202,4 @@ def test_inputs_with_other_targets_are_other_data():
     inputs, targets = torch.arange(6).view(3, 2), torch.arange(6, 12).view(3, 2)
     assert total((inputs, targets)) != total((inputs, targets[[1, 0, 2]]))
     assert total([(inputs, targets)]) != total([(inputs, targets), (inputs, targets)])
-    assert batch_hashes(None) == (0, [])
+    assert batch_of(None) == Batch(0, [], [])

@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from shardbook.ledger.measurement import Measurement, measure
     from shardbook.recording.read import Record
     from shardbook.recording.record import Recorder, record
+    from shardbook.recording.replicas import ReplicaError, check_replicas
     from shardbook.simulation.simulate import simulate
+    from shardbook.train.verify import verify
+    from shardbook.verifying.verdict import RULES, Verdict
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "RULES",
     "BudgetError",
     "Choices",
     "Convention",
@@ -42,16 +46,21 @@ __all__ = [
     "Recompute",
     "Record",
     "Recorder",
+    "ReplicaError",
     "RunDocument",
     "StepReport",
+    "Verdict",
     "ZeroConfig",
+    "check_replicas",
     "forecast",
     "measure",
     "record",
     "simulate",
+    "verify",
 ]
 
 _HOMES = {
+    "RULES": "shardbook.verifying.verdict",
     "BudgetError": "shardbook.errors",
     "Choices": "shardbook.forecasting.choices",
     "Convention": "shardbook.forecasting.conventions",
@@ -65,13 +74,17 @@ _HOMES = {
     "Recompute": "shardbook.config",
     "Record": "shardbook.recording.read",
     "Recorder": "shardbook.recording.record",
+    "ReplicaError": "shardbook.recording.replicas",
     "RunDocument": "shardbook.document",
     "StepReport": "shardbook.engine.report",
+    "Verdict": "shardbook.verifying.verdict",
     "ZeroConfig": "shardbook.config",
+    "check_replicas": "shardbook.recording.replicas",
     "forecast": "shardbook.forecasting.forecast",
     "measure": "shardbook.ledger.measurement",
     "record": "shardbook.recording.record",
     "simulate": "shardbook.simulation.simulate",
+    "verify": "shardbook.train.verify",
 }
 
 

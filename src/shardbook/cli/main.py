@@ -18,11 +18,13 @@ from shardbook.cli.forecast import forecast
 from shardbook.cli.measure import measure, with_own_boundary
 from shardbook.cli.report import report
 from shardbook.cli.train import train
+from shardbook.cli.verify import verify
 from shardbook.errors import ConfigError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "forecast": forecast,
     "train": train,
+    "verify": verify,
     "measure": measure,
     "report": report,
     "explore": explore,

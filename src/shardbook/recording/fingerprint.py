@@ -7,6 +7,7 @@ it. A *lane* is the bits of an element as one integer (8-byte elements have two 
     squares    Σ x²                                           float64, as are all that follow
     total      Σ x            absolute  Σ |x|          largest  max |x|
     projections[k]  Σ x · row sign · column sign k            eight of them
+    narrow     which narrower types hold every element of a float32 tensor exactly: 1 for bf16, 2 for fp16, 3 for both, 0 for none
 
 with keys and signs of the element's position in its *parameter*, so that what ranks hold of it adds up to what one rank would have
 of the whole. A change of any one bit changes the hash; two tensors that differ have equal hashes with a probability of about 2^-33
@@ -28,6 +29,9 @@ from shardbook.recording.keys import NUM_PROJECTIONS, ROW_NUMEL, column_keys, co
 _CHUNK_ROWS = 1024  # 256 Ki elements, 2 MiB in float64 and as much as integers: calls cost more than cache misses do
 _CHUNK_MEMBERS = 16  # fragments: the matrix that sums rows by fragment has members · rows entries
 _LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_BELOW_BF16, _BELOW_FP16 = 0xFFFF, 0x1FFF  # bits of a float32 that are zero in values of the type; for fp16 its range counts as well
+_SAMPLED = 16  # columns from one element that is looked at first to the next
+_NARROW_BITS = torch.tensor([1, 2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Extent:
 
 @dataclass(slots=True)
 class Prints:
-    """Fingerprints, one per fragment. The last five are None where they are brief, the hash as well where only norms were taken."""
+    """Fingerprints, one per fragment. The last six are None where they are brief, the hash as well where only norms were taken."""
 
     hash: Tensor | None
     squares: Tensor
@@ -49,6 +53,7 @@ class Prints:
     largest: Tensor | None = None
     projections: Tensor | None = None
     nonfinite: Tensor | None = None
+    narrow: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +118,20 @@ class Plan:
     def prints(self, tensors: Sequence[Tensor], *, brief: bool = False) -> Prints:
         """Fingerprints of flat tensors, one per extent, each as long as it. Nothing is kept, nothing waits for the device."""
         out = self._nothing(brief=brief)
+        asks = not brief and self._dtype == torch.float32
+        wide = torch.zeros(len(self._extents), 2, dtype=torch.float64, device=self._device) if asks else None
         most = max((chunk.num_rows for chunk in self._chunks), default=0)
         values = torch.empty(most, ROW_NUMEL, dtype=torch.float64, device=self._device)
         lanes = torch.empty(most, ROW_NUMEL * self._per_element, dtype=torch.int64, device=self._device)
         with torch.no_grad():
             for chunk in self._chunks:
-                self._add(chunk, tensors, values[: chunk.num_rows], lanes[: chunk.num_rows], out)
+                here, bits = values[: chunk.num_rows], lanes[: chunk.num_rows]
+                self._fill(chunk, tensors, here, bits)
+                if wide is not None:
+                    self._count_wide(chunk, here, bits, wide)
+                self._add(chunk, here, bits, out)
+            if wide is not None:
+                out.narrow = ((wide == 0) * _NARROW_BITS.to(self._device)).sum(1)
         return out
 
     def _nothing(self, *, brief: bool) -> Prints:
@@ -127,10 +140,21 @@ class Plan:
         if brief:
             return Prints(none, zero)
         projections = torch.zeros(len(self._extents), NUM_PROJECTIONS, dtype=torch.float64, device=self._device)
-        return Prints(none, zero, zero.clone(), zero.clone(), zero.clone(), projections, none.clone())
+        return Prints(none, zero, zero.clone(), zero.clone(), zero.clone(), projections, none.clone(), none.clone())
 
-    def _add(self, chunk: _Ready, tensors: Sequence[Tensor], values: Tensor, lanes: Tensor, out: Prints) -> None:
-        self._fill(chunk, tensors, values, lanes)
+    def _count_wide(self, chunk: _Ready, values: Tensor, lanes: Tensor, wide: Tensor) -> None:
+        """Count rows with an element that bf16, and that fp16, can't hold. Where a few elements tell of all, the others are not seen."""
+        owned = chunk.sums[len(chunk.members) :]
+        if lanes.device.type == "cpu":  # elsewhere the question would wait for the answer
+            some = torch.mv(owned, ((lanes[:, ::_SAMPLED] & _BELOW_FP16).amax(1) != 0).double())
+            if some.all():
+                wide.index_add_(0, chunk.members, some[:, None].expand(-1, 2))
+                return
+        lost = values.half().double().sub_(values).abs_()  # NaN where a value is infinite: not held either
+        rows = torch.stack([(lanes & _BELOW_BF16).amax(1), lost.amax(1)], 1) != 0  # amax, since any is several times slower
+        wide.index_add_(0, chunk.members, torch.mm(owned, rows.double()))
+
+    def _add(self, chunk: _Ready, values: Tensor, lanes: Tensor, out: Prints) -> None:
         if out.hash is not None:
             out.hash.index_add_(0, chunk.owners, self._row_hashes(lanes) * chunk.keys)
         out.squares.index_add_(0, chunk.owners, torch.linalg.vector_norm(values, 2, dim=1).square_())

@@ -36,7 +36,7 @@ NORM = np.dtype([("squares", "<f4")])
 COMPLETE = np.dtype(
     [
         ("hash", "<u8"), ("squares", "<f8"), ("total", "<f8"), ("absolute", "<f8"), ("largest", "<f8"), ("nonfinite", "<u4"),
-        ("projections", "<f8", 8),
+        ("projections", "<f8", 8), ("narrow", "u1"),
     ]
 )  # fmt: skip
 ROWS = {"norm": NORM, "brief": BRIEF, "complete": COMPLETE}

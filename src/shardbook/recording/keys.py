@@ -55,9 +55,14 @@ def row_signs(rows: Tensor) -> Tensor:
     return (mixed(rows + _ROW_SIGNS) & 1).double() * 2 - 1
 
 
-@cache
 def column_keys(num_lanes: int, device: torch.device) -> Tensor:
     """Odd; one for each lane of a row."""
+    return _column_keys(1 << max(8, (num_lanes - 1).bit_length()), device)[:num_lanes]
+
+
+@cache
+def _column_keys(num_lanes: int, device: torch.device) -> Tensor:
+    """For powers of two, so that rows of many lengths need few of them."""
     return mixed(torch.arange(num_lanes, device=device) + _COLUMN_KEYS) | 1
 
 

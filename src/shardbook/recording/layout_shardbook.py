@@ -66,6 +66,10 @@ class ShardbookLayout:
                     found.setdefault(key, []).append(Fragment(piece.member.name, piece.span.start, value))
         return found
 
+    def divisor(self) -> Any:
+        """This rank's total weight times the loss scale: what the sum over ranks of these divides the gradients by."""
+        return self._passes.tally.weight * self._passes.loss_scale
+
     def groups(self) -> list[tuple[Mapping[str, Any], tuple[str, ...]]]:
         names = {id(piece.parameter): piece.member.name for _, piece in self._pieces()}
         return [(group, tuple(names.get(id(parameter), "") for parameter in group["params"])) for group in self._optimizer.param_groups]

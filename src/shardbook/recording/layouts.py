@@ -1,5 +1,6 @@
 """Which layout an engine has, and the parameters of its model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ class Recorded:
         stepper: torch's optimizer, whose step is watched.
         steps_in_parts: the optimizer's step is called several times in a step, once per group.
         sums: gradients are sums over ranks and micro-batches, which the step divides by the total weight.
+        divisor: this rank's part of what the engine's step will divide the gradients by (the sum over ranks is the whole); None where
+            the engine doesn't say.
     """
 
     engine: str
@@ -31,6 +34,7 @@ class Recorded:
     parameters: list[Described]
     steps_in_parts: bool = False
     sums: bool = False
+    divisor: Callable[[], Any] = lambda: None
 
 
 def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
@@ -50,7 +54,9 @@ def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
     parameters = describe(module)
     if passes is not None:
         layout = ShardbookLayout(passes, optimizer)
-        return Recorded(engine=engine, module=module, stepper=optimizer, layout=layout, parameters=parameters, sums=True)
+        return Recorded(
+            engine=engine, module=module, stepper=optimizer, layout=layout, parameters=parameters, sums=True, divisor=layout.divisor
+        )
     if peers_deepspeed.is_zero(optimizer):
         third = engine == "deepspeed 3"
         layout = ShardLayout(module, optimizer, rank) if third else PartitionLayout(module, optimizer)

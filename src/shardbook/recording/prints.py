@@ -17,6 +17,9 @@ class Fingerprint:
         hash: unsigned, 64 bits; None where only the norm was taken.
         squares: Σ x²; in a brief fingerprint rounded to float32.
         total, absolute, largest, nonfinite, projections: None where it is brief.
+        narrow: the type, "bf16" or "fp16", that holds every element of a float32 tensor exactly: what was computed in it, or rounded to
+            it. None where neither does, where it is brief, and for other types. Zeros alone (``largest`` is 0) are in any type.
+        also_fp16: fp16 does as well, where ``narrow`` is "bf16".
     """
 
     dtype: str
@@ -28,6 +31,8 @@ class Fingerprint:
     largest: float | None = None
     nonfinite: int | None = None
     projections: tuple[float, ...] | None = None
+    narrow: str | None = None
+    also_fp16: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -61,14 +66,22 @@ class Fingerprint:
         )
         if self.projections is None or other.projections is None:
             return both
+        types = self._types & other._types
         return replace(
             both,
+            narrow=min(types, default=None),
+            also_fp16="fp16" in types and "bf16" in types,
             total=_known(self.total) + _known(other.total),
             absolute=_known(self.absolute) + _known(other.absolute),
             largest=max(_known(self.largest), _known(other.largest)),
             nonfinite=(self.nonfinite or 0) + (other.nonfinite or 0),
             projections=tuple(a + b for a, b in zip(self.projections, other.projections, strict=True)),
         )
+
+    @property
+    def _types(self) -> set[str]:
+        """Narrower types that hold every element."""
+        return ({self.narrow} if self.narrow else set[str]()) | ({"fp16"} if self.also_fp16 else set[str]())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ A file is read frame by frame, so that a long record needs no more memory than a
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from shardbook.recording import tensors
 from shardbook.recording.format import MANIFEST, ROWS, VERSION, RecordError, TruncatedError, file_of, frames, steps_of
 from shardbook.recording.keys import SCHEME
+from shardbook.recording.micro_batches import PHASES, MicroBatch, TensorFacts, given, micro_batches
 from shardbook.recording.prints import Fingerprint
 
 
@@ -65,8 +67,12 @@ class Step:
         number: from 1; 0 is the state before the first.
         complete: whether fingerprints have sums and projections.
         applied: whether the optimizer stepped.
-        losses, weights: by rank, as they were given; the objective's loss is in the hands of who gave them.
+        losses, weights: by rank, as they were given (a list is added up); the objective's loss is in the hands of who gave them.
         batches: by rank, the hash of each micro-batch.
+        given: by rank, the tensors of each micro-batch, in the order of their containers: what was passed as ``batch=``.
+        micro_batches: by rank, the forwards that were made for this step.
+        rng, rng_before: by rank, hash of the random generators' state at ``Recorder.step``, and at the first forward.
+        divisors: by rank, its part of what the engine will divide its sum of gradients by; None where the engine doesn't say.
         groups: the parameter groups' settings in force, and their parameters, by rank.
         phases: phase -> parameter -> its fingerprint, the parts of all ranks put together, each element once. ``before`` is always
             there: it is the last ``weight`` where that did not change.
@@ -83,6 +89,11 @@ class Step:
     batches: tuple[tuple[int, ...], ...]
     num_rows: tuple[int | None, ...]
     groups: tuple[Sequence[Mapping[str, Any]], ...]
+    given: tuple[tuple[tuple[TensorFacts, ...], ...], ...] = ()
+    micro_batches: tuple[tuple[MicroBatch, ...], ...] = ()
+    rng: tuple[int | None, ...] = ()
+    rng_before: tuple[int | None, ...] = ()
+    divisors: tuple[float | None, ...] = ()
     phases: dict[str, dict[str, Fingerprint]] = field(default_factory=dict[str, dict[str, Fingerprint]])
     parts: dict[str, dict[str, list[Part]]] = field(default_factory=dict[str, dict[str, list[Part]]])
     disagreements: list[Disagreement] = field(default_factory=list[Disagreement])
@@ -106,6 +117,7 @@ _Row = tuple[str, str, int, Fingerprint]
 class _RankStep:
     about: Mapping[str, Any]
     rows: list[_Row]
+    forwards: Mapping[tuple[str, str], Fingerprint] = field(default_factory=dict[tuple[str, str], Fingerprint])
 
 
 class Record:
@@ -168,6 +180,11 @@ class Record:
             batches=tuple(tuple(value % 2**64 for value in one.about.get("batch", ())) for one in ranks),
             num_rows=tuple(one.about.get("batch_rows") for one in ranks),
             groups=tuple(groups),
+            given=tuple(given(one.about) for one in ranks),
+            micro_batches=tuple(micro_batches(one.about, one.forwards) for one in ranks),
+            rng=tuple(one.about.get("rng") for one in ranks),
+            rng_before=tuple(one.about.get("rng_before") for one in ranks),
+            divisors=tuple(_number(one.about.get("divisor")) for one in ranks),
         )
         for rank, one in enumerate(ranks):
             for phase, name, start, fingerprint in one.rows:
@@ -315,7 +332,8 @@ def _unpacked(
             place += values.nbytes
             for (name, start, numel, dtype), row in zip(tables[table], values.tolist(), strict=True):
                 rows.append((phase, name, start, _fingerprint(dtype, numel, row)))
-        yield _RankStep(step, rows)
+        forwards = {(phase, name): fingerprint for phase, name, _, fingerprint in rows if phase in PHASES}
+        yield _RankStep(step, [row for row in rows if row[0] not in PHASES], forwards)
 
 
 def _fingerprint(dtype: str, numel: int, row: Sequence[Any]) -> Fingerprint:
@@ -323,10 +341,11 @@ def _fingerprint(dtype: str, numel: int, row: Sequence[Any]) -> Fingerprint:
         return Fingerprint(dtype=dtype, numel=numel, hash=None, squares=row[0])
     if len(row) == 2:
         return Fingerprint(dtype=dtype, numel=numel, hash=row[0], squares=row[1])
-    total, absolute, largest, nonfinite, projections = row[2:]
+    total, absolute, largest, nonfinite, projections, narrow = row[2:]
     return Fingerprint(
         dtype=dtype, numel=numel, hash=row[0], squares=row[1], total=total, absolute=absolute, largest=largest, nonfinite=nonfinite,
         projections=tuple(projections.tolist()) if hasattr(projections, "tolist") else tuple(projections),
+        narrow="bf16" if narrow & 1 else "fp16" if narrow else None, also_fp16=narrow == 3,
     )  # fmt: skip
 
 
@@ -338,5 +357,7 @@ def _parameter(one: Mapping[str, Any]) -> Parameter:
 
 
 def _number(value: Any) -> float | None:
-    """Numbers that JSON can't hold were written as text."""
+    """Numbers that JSON can't hold were written as text. A list is added up."""
+    if isinstance(value, list):
+        return math.fsum(float(item) for item in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return None if value is None else float(value)

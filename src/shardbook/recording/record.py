@@ -20,37 +20,36 @@ and projections. In between it is *brief*: hashes and norms of gradients and wei
 ``stepped``     gradients as the optimizer finds them, clipped, say (in brief steps their norms only)
 ``weight``      after the optimizer's step
 ``state.key``   the optimizer's state after its step (complete steps; hash and norm)
+
+Besides, every step has its *micro-batches*: the forwards that the outermost module made for it, as `forwards` sees them.
 """
 
-import itertools
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from shardbook.errors import ConfigError, UsageError
-from shardbook.recording.batches import batch_hashes
-from shardbook.recording.fingerprint import Extent, Plan, Prints, norms
+from shardbook.recording.batches import batch_of
 from shardbook.recording.format import VERSION
+from shardbook.recording.forwards import Watch
 from shardbook.recording.fragments import Fragment, flat
 from shardbook.recording.keys import NUM_PROJECTIONS, ROW_NUMEL, SCHEME
 from shardbook.recording.layouts import Recorded, recorded
+from shardbook.recording.surroundings import compute_of, dropout_of, generators, kept, numbers_of, version_of
+from shardbook.recording.taking import Detail, Taker, state_of
 from shardbook.recording.tensors import TensorFiles
-from shardbook.recording.writer import Rows, StepEntry, Table, Writer
+from shardbook.recording.writer import StepEntry, Writer
 
 COMPLETE_FIRST = 5
 COMPLETE_EVERY = 16
 FLUSH_EVERY = 16
 """Steps. What a killed run loses at most."""
-
-
-Detail = Literal["norm", "brief", "complete"]
 
 
 @contextmanager
@@ -98,7 +97,7 @@ class Recorder:
         self._run: Recorded = recorded(model, optimizer, self._rank)
         self._layout = self._run.layout
         self._every = complete_every
-        self._taker = _Taker()
+        self._taker = Taker()
         self._number = 0
         self._open: StepEntry | None = None
         self._unannounced = False  # the optimizer stepped without Recorder.step
@@ -112,6 +111,7 @@ class Recorder:
         self._take_weights(start)
         self._take(start, "buffer", self._buffers())
         self._writer.add(start)
+        self._forwards = Watch(self._run.module, lambda: self._run.stepper.param_groups, lambda: self._is_complete(self._number + 1))
         self._handles = [
             self._run.stepper.register_step_pre_hook(self._before_optimizer),
             self._run.stepper.register_step_post_hook(self._after_optimizer),
@@ -123,9 +123,11 @@ class Recorder:
         """Once a step, after backward and reduction, before clipping.
 
         Args:
-            loss: this rank's, over its micro-batches: a number or a tensor with one element.
-            weight: what the loss is a sum over; 1 for a mean.
-            batch: the tensors that this rank was given, a list of micro-batches where there are several. Only a hash is kept.
+            loss: this rank's, over its micro-batches: a number or a tensor with one element, or a list with one for each micro-batch,
+                which are added up.
+            weight: what the loss is a sum over; 1 for a mean. A list is added up as well.
+            batch: the tensors that this rank was given (one, or a tuple or mapping of them), a list of those where there are several
+                micro-batches. Only hashes are kept.
 
         Raises:
             UsageError: there are no gradients, or the optimizer has stepped already.
@@ -143,11 +145,9 @@ class Recorder:
                 "recorder.step: no parameter has a gradient; call it after backward (and reduction) and before gradients are cleared"
             )
         self._number += 1
-        complete = self._number <= COMPLETE_FIRST or self._number % self._every == 0
-        num_rows, hashes = batch_hashes(batch)
-        entry = self._open = StepEntry(self._number, complete, {"loss": _kept(loss), "weight": _kept(weight)})
-        if batch is not None:
-            entry.scalars |= {"batch_rows": num_rows, "batch": hashes}
+        complete = self._is_complete(self._number)
+        entry = self._open = StepEntry(self._number, complete, {"loss": kept(loss), "weight": kept(weight)})
+        self._take_given(entry, batch)
         self._take_before(entry)
         if complete:
             self._take(entry, "model", self._layout.model())
@@ -156,6 +156,7 @@ class Recorder:
 
     def close(self, *, ended: bool) -> None:
         """Write what is left and let go of the optimizer. ``ended`` is False where the loop was left by an exception."""
+        self._forwards.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -210,13 +211,28 @@ class Recorder:
 
     # ---- taking fingerprints ---------------------------------------------------------------------------------------------
 
+    def _take_given(self, entry: StepEntry, batch: Any) -> None:
+        """What the step was made from: the batch as it was passed, the forwards as they were seen, generators, the engine's divisor."""
+        if batch is not None:
+            found = batch_of(batch)
+            given = [[facts.row() for facts in micro_batch] for micro_batch in found.given]
+            entry.scalars |= {"batch_rows": found.num_rows, "batch": found.hashes, "given": given}
+        forwards = self._forwards.take()
+        entry.scalars |= {
+            "forwards": [forward.scalars() for forward in forwards.each],
+            "rng": generators(),
+            "rng_before": forwards.generators,
+            "divisor": kept(self._run.divisor()),
+        }
+        entry.rows += forwards.rows()
+
     def _take_before(self, entry: StepEntry) -> None:
         """Weights before the step.
 
         In a complete step they are hashed although no counter moved: a write to ``parameter.data`` moves none.
         """
         weights = self._layout.weights()
-        changed = _state_of(weights) != self._after
+        changed = state_of(weights) != self._after
         if entry.complete or changed:
             knows = self._is_after_complete and not changed
             self._take(entry, "before", weights, "complete" if entry.complete and not knows else "brief")
@@ -224,7 +240,7 @@ class Recorder:
     def _take_weights(self, entry: StepEntry) -> None:
         weights = self._layout.weights()
         self._take(entry, "weight", weights)
-        self._after, self._is_after_complete = _state_of(weights), entry.complete
+        self._after, self._is_after_complete = state_of(weights), entry.complete
 
     def _take(self, entry: StepEntry, phase: str, parts: list[Fragment], detail: Detail | None = None) -> None:
         """``detail``: how much; None: all in a complete step, hash and norm in a brief one."""
@@ -236,6 +252,9 @@ class Recorder:
     def _buffers(self) -> list[Fragment]:
         return [Fragment(name, 0, flat(buffer)) for name, buffer in self._run.module.named_buffers()]
 
+    def _is_complete(self, number: int) -> bool:
+        return number <= COMPLETE_FIRST or number % self._every == 0
+
     @property
     def _may_be_without_any(self) -> bool:
         """Where ranks hold parts, one may have no part of what was trained in this step."""
@@ -243,7 +262,7 @@ class Recorder:
 
     def _settings(self) -> Any:
         """Settings of the parameter groups where they are not what was last written, else None."""
-        groups = [_numbers(group) | {"parameters": list(names)} for group, names in self._layout.groups()]
+        groups = [numbers_of(group) | {"parameters": list(names)} for group, names in self._layout.groups()]
         if groups == self._groups:
             return None
         self._groups = groups
@@ -256,7 +275,7 @@ class Recorder:
             "scheme": SCHEME,
             "row_numel": ROW_NUMEL,
             "projections": NUM_PROJECTIONS,
-            "shardbook": _version("shardbook"),
+            "shardbook": version_of("shardbook"),
             "torch": str(torch.__version__),
             "engine": run.engine,
             "ranks": self._num_ranks,
@@ -264,60 +283,7 @@ class Recorder:
             "optimizer": type(run.stepper).__name__,
             "complete_first": COMPLETE_FIRST,
             "complete_every": self._every,
+            "dropout": dropout_of(run.module),
+            "compute": compute_of(run.module),
             "parameters": [asdict(one) for one in run.parameters],
         }
-
-
-class _Taker:
-    """Fingerprints of lists of fragments, with a plan kept for each geometry that has come up."""
-
-    def __init__(self) -> None:
-        self._plans: dict[Any, Plan] = {}
-
-    def rows(self, phase: str, parts: list[Fragment], detail: Detail) -> Rows:
-        """One row per part, those of one type and device together."""
-        kinds = sorted({(part.tensor.dtype, part.tensor.device) for part in parts}, key=str)
-        table: list[tuple[str, int, int, str]] = []
-        prints: list[Prints] = []
-        for dtype, device in kinds:
-            own = [part for part in parts if part.tensor.dtype == dtype and part.tensor.device == device]
-            rows = tuple((part.name, part.start, part.tensor.numel(), str(dtype).removeprefix("torch.")) for part in own)
-            tensors = [part.tensor for part in own]
-            prints.append(norms(tensors) if detail == "norm" else self._plan(rows, dtype, device).prints(tensors, brief=detail == "brief"))
-            table += rows
-        return Rows(phase, tuple(table), prints)
-
-    def _plan(self, rows: Table, dtype: torch.dtype, device: torch.device) -> Plan:
-        if (rows, device) not in self._plans:
-            self._plans[rows, device] = Plan([Extent(start, numel) for _, start, numel, _ in rows], dtype, device)
-        return self._plans[rows, device]
-
-
-def _state_of(parts: Iterable[Fragment]) -> dict[str, tuple[int, int, int]]:
-    """Address and version of each: the same again where nothing was written in between."""
-    return {f"{part.name} {part.start}": (part.tensor.data_ptr(), part.tensor._version, part.version) for part in parts}
-
-
-def _kept(value: Any) -> Any:
-    """A copy that later steps leave alone, without waiting for the device."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings that are numbers, as they are now."""
-    found: dict[str, Any] = {}
-    for key, value in group.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            found[key] = value.item()
-        elif isinstance(value, (bool, int, float)):
-            found[key] = value
-        elif isinstance(value, (list, tuple)) and key != "params":
-            found[key] = [float(item) for item in itertools.islice(value, 8) if isinstance(item, (int, float, Tensor))]  # pyright: ignore[reportUnknownVariableType]
-    return found
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from shardbook.config import ZeroConfig
 from shardbook.errors import ConfigError
+from shardbook.recording.record import Recorder
+from shardbook.train.seeding import Seeding, unseeded
 
 _TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,6 +43,7 @@ class PlainLoop:
         config: the run's: types, clipping, and how the two sums of a step are nested.
         make_optimizer: an optimizer for (name, parameter) pairs, as the run's was built.
         make_scheduler: its scheduler.
+        reduces_each: whether ranks are added before micro-batches are; None: as the run's stage does.
 
     Raises:
         ConfigError: parameters that ``precision.keep`` holds out of the policy: the plain loop has one type for all.
@@ -52,11 +55,16 @@ class PlainLoop:
         config: ZeroConfig,
         make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
         make_scheduler: Callable[[torch.optim.Optimizer], Any],
+        *,
+        reduces_each: bool | None = None,
     ) -> None:
         precision = config.precision
         if precision.keep:
-            raise ConfigError("run.check_baseline: the plain loop has one type for all parameters; leave zero.precision.keep out")
+            raise ConfigError("the plain loop has one type for all parameters; leave zero.precision.keep out, or don't compare with it")
         self.model, self.config = model, config
+        # Stages 2 and 3 reduce after every micro-batch.
+        self._reduces_each = config.stage >= 2 if reduces_each is None else reduces_each
+        self.recorder: Recorder | None = None
         self.names = [name for name, _ in model.named_parameters()]
         self.masters = (
             [nn.Parameter(p.detach().to(_TYPES[precision.master_dtype])) for p in model.parameters()] if precision.has_master else None
@@ -66,35 +74,47 @@ class PlainLoop:
         self.optimizer = make_optimizer(zip(self.names, held, strict=True))
         self.scheduler = make_scheduler(self.optimizer)
 
-    def check_repeatable(self, batch: Sequence[Any]) -> None:
-        """Raises ConfigError for a model that draws random numbers in forward: no two runs of it are comparable."""
+    def check_repeatable(self, batch: Sequence[Any], seed: Seeding) -> None:
+        """Raises ConfigError for a model that is random although its generators are seeded: no two runs of it are comparable."""
+        losses: list[Tensor] = []
         with torch.no_grad():
-            first, second = (self.model(*batch)[0] for _ in range(2))
-        if not torch.equal(first, second):
+            for _ in range(2):
+                seed(0, 0)
+                losses.append(self.model(*batch)[0])
+        if not torch.equal(*losses):
             raise ConfigError(
-                "run.check_baseline: the same batch gives two losses, as dropout does; set the model's dropout to 0, or drop the check"
+                "the same batch gives two losses although torch's generators were seeded alike before each: the model draws from others, or "
+                "its kernels are not deterministic; no run can be compared with another, so drop the check, or let it draw from torch's"
             )
 
-    def step(self, batches: Sequence[Sequence[Sequence[Any]]], loss_scale: float) -> PlainReport:
-        """One step over ``batches[rank][micro]``; ``loss_scale`` is the power of two that the run used."""
-        precision = self.config.precision
-        # Stages 2 and 3 reduce after every micro-batch, so that ranks are added before micro-batches are.
-        reduce_each = self.config.stage >= 2
+    def step(self, batches: Sequence[Sequence[Sequence[Any]]], loss_scale: float, seed: Seeding = unseeded) -> PlainReport:
+        """One step over ``batches[rank][micro]``.
+
+        Args:
+            batches: what each rank is given.
+            loss_scale: the power of two that the run used.
+            seed: called before each forward.
+        """
         ranks, micro = range(len(batches)), range(len(batches[0]))
         losses, weights = [0.0] * len(batches), [0.0] * len(batches)
+        given: list[Sequence[Any]] = []
         total: Part | None = None
-        for outer in micro if reduce_each else ranks:
+        for outer in micro if self._reduces_each else ranks:
             inner_sum: Part | None = None
-            for inner in ranks if reduce_each else micro:
-                rank, index = (inner, outer) if reduce_each else (outer, inner)
-                loss_sum, weight = self.model(*batches[rank][index])
-                (loss_sum * loss_scale if loss_scale != 1.0 else loss_sum).backward()
-                losses[rank] += float(loss_sum.detach())
-                weights[rank] += float(weight)
-                inner_sum = _add(inner_sum, self._take_gradients(_TYPES[precision.reduce]))
+            for inner in ranks if self._reduces_each else micro:
+                rank, index = (inner, outer) if self._reduces_each else (outer, inner)
+                seed(rank, index)
+                loss, weight, part = self._part(batches[rank][index], loss_scale)
+                losses[rank] += loss
+                weights[rank] += weight
+                given.append(batches[rank][index])
+                inner_sum = _add(inner_sum, part)
             total = _add(total, inner_sum or [])
-        gradients = [None if g is None else g.to(_TYPES[precision.grad_dtype]) for g in total or []]
-        return self._apply(gradients, _left_to_right(losses), _left_to_right(weights), loss_scale)
+        gradients = [None if g is None else g.to(self._grad_dtype) for g in total or []]
+        loss, weight = _left_to_right(losses), _left_to_right(weights)
+        if self.recorder is not None:
+            self._record(self.recorder, gradients, loss, weight, loss_scale, given)
+        return self._apply(gradients, loss, weight, loss_scale)
 
     def first_difference(self, step: int, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """The first of the run's full parameters that isn't equal bit for bit, in one line. Reads all: each is a collective."""
@@ -125,29 +145,58 @@ class PlainLoop:
         state = [value for values in self.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
         return [*self.model.parameters(), *self.model.buffers(), *(self.masters or []), *state]
 
-    def _take_gradients(self, dtype: torch.dtype) -> Part:
+    @property
+    def _grad_dtype(self) -> torch.dtype:
+        return _TYPES[self.config.precision.grad_dtype]
+
+    @property
+    def _held(self) -> list[nn.Parameter]:
+        """What the optimizer updates."""
+        return self.masters or list(self.model.parameters())
+
+    def _part(self, batch: Sequence[Any], loss_scale: float) -> tuple[float, float, Part]:
+        """Loss, weight and gradients of one micro-batch."""
+        loss_sum, weight = self.model(*batch)
+        (loss_sum * loss_scale if loss_scale != 1.0 else loss_sum).backward()
+        dtype = _TYPES[self.config.precision.reduce]
         part: Part = [None if p.grad is None else p.grad.to(dtype) for p in self.model.parameters()]
         self.model.zero_grad(set_to_none=True)
-        return part
+        return float(loss_sum.detach()), float(weight), part
+
+    def _record(
+        self, recorder: Recorder, gradients: Part, loss: float, weight: float, loss_scale: float, given: list[Sequence[Any]]
+    ) -> None:
+        """The gradient of the objective, before clipping, where a recorder looks for it."""
+        self._place(gradients, self._rounded(1.0 / (weight * loss_scale)))
+        recorder.step(loss=loss, weight=weight, batch=given)
+        for parameter in self._held:
+            parameter.grad = None
 
     def _apply(self, gradients: Part, loss_sum: float, weight: float, loss_scale: float) -> PlainReport:
         """One scale for all, in float64 until its one rounding; then the optimizer, and the masters cast into the model."""
         loss = loss_sum / weight
-        raw = _single(math.sqrt(_left_to_right(float(g.double().square().sum()) for g in gradients if g is not None)))
+        raw = self._rounded(math.sqrt(_left_to_right(float(g.double().square().sum()) for g in gradients if g is not None)))
         norm = raw / (weight * loss_scale)
         clip = self.config.clip_grad_norm
         clip_factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-        scale = _single(clip_factor / (weight * loss_scale))
         applied = math.isfinite(norm) and math.isfinite(loss)
         if applied:
-            held = self.masters or list(self.model.parameters())
-            for parameter, gradient in zip(held, gradients, strict=True):
-                parameter.grad = None if gradient is None else (gradient.float() * scale).to(parameter.dtype)
+            self._place(gradients, self._rounded(clip_factor / (weight * loss_scale)))
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.scheduler.step()
             self._cast_masters()
         return PlainReport(loss=loss, weight=weight, grad_norm=norm, clip_factor=clip_factor, applied=applied)
+
+    def _place(self, gradients: Part, scale: float) -> None:
+        """Scaled, where the optimizer finds them: one multiplication, in single precision or better."""
+        for parameter, gradient in zip(self._held, gradients, strict=True):
+            wide = None if gradient is None else gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            parameter.grad = None if wide is None else (wide * scale).to(parameter.dtype)
+
+    def _rounded(self, value: float) -> float:
+        """To single precision, as the engine's numbers are; not where the baseline is one of double precision."""
+        return value if self._grad_dtype == torch.float64 else _single(value)
 
     @torch.no_grad()
     def _cast_masters(self) -> None:

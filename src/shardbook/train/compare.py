@@ -6,6 +6,7 @@ from typing import Any
 from shardbook import Engine, StepReport
 from shardbook.document import Baseline
 from shardbook.train.baseline import PlainLoop
+from shardbook.train.seeding import Seeding, unseeded
 
 
 class Comparison:
@@ -25,12 +26,12 @@ class Comparison:
         if self._steps:
             self._compare_parameters(0)
 
-    def after(self, step: int, batches: Sequence[Sequence[Sequence[Any]]], report: StepReport) -> None:
+    def after(self, step: int, batches: Sequence[Sequence[Sequence[Any]]], report: StepReport, seed: Seeding = unseeded) -> None:
         """Compares step ``step``, counted from 1, once the engine has done it; ``batches[rank][micro]`` is what it was given."""
         if step > self._steps:
             return
         if self.plain is not None:
-            mine = self.plain.step(batches, report.loss_scale)
+            mine = self.plain.step(batches, report.loss_scale, seed)
             self.difference = self.difference or self.plain.report_difference(step, mine, report)
         self._compare_parameters(step)
         self._num_compared = step

@@ -8,43 +8,52 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardbook import Engine, StepReport, __version__
+from shardbook import Engine, Precision, Recorder, StepReport, __version__
 from shardbook.document import RunDocument
 from shardbook.ledger.assemble import Part, document_of
 from shardbook.ledger.chrome import write_trace
+from shardbook.recording.replicas import Replicas
 from shardbook.train.baseline import PlainLoop
 from shardbook.train.books import Books
 from shardbook.train.compare import Comparison
 from shardbook.train.optimizer import build_optimizer, build_scheduler
 from shardbook.train.prepare import build_batches, build_model, build_sharded_model, read_same_text
 from shardbook.train.recipe import Recipe
+from shardbook.train.seeding import seeding
 from shardbook.train.settings import TRACE_FILE
 from shardbook.train.world import World
 
 _T = TypeVar("_T")
 
+Done = tuple[torch.Tensor, Any, tuple[torch.Tensor, torch.Tensor]]
+"""Loss, weight and data of a micro-batch."""
+
 
 class Training:
     """One rank's run. Build it inside the process group, by :func:`open_training`, which also ends it."""
 
-    def __init__(self, recipe: Recipe, world: World, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, world: World, device: torch.device, *, recorded: bool = False) -> None:
+        """``recorded``: for the record of the run, which takes the place of its books."""
         self.recipe, self.world, self.device = recipe, world, device
         self.text = read_same_text(recipe, world)
         self._batches, self._validation = build_batches(recipe, self.text)
         compared = recipe.run.check_baseline
-        if compared and device.type == "cuda":
+        if (compared or recorded) and device.type == "cuda":
             torch.use_deterministic_algorithms(True)  # or two plain runs would differ from each other already
         model, init = build_sharded_model(recipe, device)
         optimizer = build_optimizer(model.named_parameters(), recipe.optimizer)
         scheduler = build_scheduler(optimizer, recipe.optimizer, recipe.run.steps)
         self.engine = Engine(model, optimizer, recipe.zero, scheduler=scheduler, init=init, device=device)
         self.comparison = Comparison(self.engine, compared, self._build_plain() if compared and world.rank == 0 else None)
-        self.books = Books(self.engine, world.rank, device, recipe.run.budget, self._plain_tensors)
+        self.books = Books(self.engine, world.rank, device, None if recorded else recipe.run.budget, self._plain_tensors)
+        self.books.measures = not recorded
+        self.recorder: Recorder | None = None
+        self._replicas = Replicas(self.engine) if recipe.run.check_replicas else None
         self._losses: list[float | None] = []
         self._skipped: list[int] = []
         self._num_tokens, self._seconds = 0, 0.0
@@ -52,11 +61,19 @@ class Training:
     def step(self, step: int) -> StepReport:
         """Step ``step``, counted from 1: micro-batches forward and backward, the engine's step, then the plain loop's word."""
         start = time.perf_counter()
+        seed = seeding(self.recipe.run.seed, step)
+        done: list[Done] = []
         with self.books.step(step):
             for micro in range(self.recipe.zero.accumulate):
-                loss_sum, num_tokens = self.engine(*self._micro(step, self.world.rank, micro))
+                batch = self.micro(step, self.world.rank, micro)
+                seed(self.world.rank, micro)
+                loss_sum, num_tokens = self.engine(*batch)
                 self.engine.backward(loss_sum, weight=num_tokens)
-                del loss_sum, num_tokens
+                if self.recorder is not None:
+                    done.append((loss_sum.detach(), num_tokens, batch))
+                del loss_sum, num_tokens, batch
+            if self.recorder is not None:
+                _record(self.recorder, done)
             report = self.engine.step()
             applied = report.applied
         self._seconds += time.perf_counter() - start
@@ -65,6 +82,8 @@ class Training:
         if not applied:
             self._skipped.append(step)
         self._compare(step, report)
+        if self._replicas is not None and step % self.recipe.run.check_replicas == 0:
+            self._replicas.check(step)
         return report
 
     @torch.no_grad()
@@ -113,19 +132,19 @@ class Training:
             baseline=self.comparison.verdict(),
         )
 
-    def _micro(self, step: int, rank: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def micro(self, step: int, rank: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of any rank's micro-batch, on this rank's device; ``step`` counts from 1."""
         inputs, targets = self._batches.micro(step - 1, rank, micro, self.world.num_ranks)
         return inputs.to(self.device), targets.to(self.device)
 
+    def batches(self, step: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """``[rank][micro]``: everything that a step is given."""
+        micro = range(self.recipe.zero.accumulate)
+        return [[self.micro(step, rank, j) for j in micro] for rank in range(self.world.num_ranks)]
+
     def _build_plain(self) -> PlainLoop:
-        settings, steps = self.recipe.optimizer, self.recipe.run.steps
-        plain = PlainLoop(
-            build_model(self.recipe, self.device),
-            self.recipe.zero,
-            lambda named: build_optimizer(named, settings),
-            lambda optimizer: build_scheduler(optimizer, settings, steps),
-        )
-        plain.check_repeatable(self._micro(1, 0, 0))
+        plain = build_plain(self.recipe, self.device)
+        plain.check_repeatable(self.micro(1, 0, 0), seeding(self.recipe.run.seed, 1))
         return plain
 
     def _plain_tensors(self) -> list[torch.Tensor]:
@@ -134,15 +153,34 @@ class Training:
     def _compare(self, step: int, report: StepReport) -> None:
         if step > self.recipe.run.check_baseline:
             return
-        ranks, micro = range(self.world.num_ranks), range(self.recipe.zero.accumulate)
-        batches = [[self._micro(step, r, j) for j in micro] for r in ranks] if self.comparison.plain else []
-        self.comparison.after(step, batches, report)
+        batches = self.batches(step) if self.comparison.plain else []
+        self.comparison.after(step, batches, report, seeding(self.recipe.run.seed, step))
+
+
+def _record(recorder: Recorder, done: Sequence[Done]) -> None:
+    """What this rank's micro-batches came to, each sum from left to right."""
+    loss, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for loss_sum, num_tokens, _ in done:
+        loss, weight = loss + loss_sum.double().cpu(), weight + num_tokens.double().cpu()
+    recorder.step(loss=loss, weight=weight, batch=[batch for _, _, batch in done])
+
+
+def build_plain(recipe: Recipe, device: torch.device, precision: Precision | None = None, *, reduces_each: bool | None = None) -> PlainLoop:
+    """The plain loop of a recipe, or one in another precision, or with its sums nested otherwise than the run's."""
+    settings, steps = recipe.optimizer, recipe.run.steps
+    return PlainLoop(
+        build_model(recipe, device),
+        recipe.zero if precision is None else replace(recipe.zero, precision=precision, loss_scale=None),
+        lambda named: build_optimizer(named, settings),
+        lambda optimizer: build_scheduler(optimizer, settings, steps),
+        reduces_each=reduces_each,
+    )
 
 
 @contextmanager
-def open_training(recipe: Recipe, world: World, device: torch.device) -> Generator[Training]:
+def open_training(recipe: Recipe, world: World, device: torch.device, *, recorded: bool = False) -> Generator[Training]:
     """A :class:`Training` that counts what it sends, and whose engine is closed whatever happens."""
-    training = Training(recipe, world, device)
+    training = Training(recipe, world, device, recorded=recorded)
     try:
         with training.engine.observe(training.books.observe):
             yield training

@@ -113,11 +113,18 @@ def watch_parent() -> None:
 
 
 def run_job(job: Mapping[str, Any]) -> Any:
-    """One rank's part in a job, ``{"task": "train", "recipe": ..., "json": ...}`` or ``{"task": "probe"}``; plain data comes back."""
+    """One rank's part in a job: ``{"task": "train", "recipe": ..., "json": ...}``, ``{"task": "probe"}``, or ``{"task": "record", ...}``.
+
+    Plain data comes back.
+    """
     if job["task"] == "probe":
         from shardbook.train.probe import probe
 
         return probe()
+    if job["task"] == "record":
+        from shardbook.train.recorded import record_request
+
+        return record_request(job)
     from shardbook.train.run import run_request
 
     return run_request(job["recipe"], as_json=job["json"])

@@ -106,6 +106,7 @@ class RunSettings:
         ranks: data-parallel ranks; under torchrun or SLURM their number is what was started.
         seed: of the initial weights and of the order of the data.
         check_baseline: first steps in which the plain loop is trained beside the engine.
+        check_replicas: steps from one comparison of all ranks' full parameters to the next; a rank that has drifted ends the run. 0: none.
         out: folder for ``run.json``.
         port: of the rendezvous on this machine; ``None`` is a free one.
         device: ``"auto"`` is CUDA where every local rank has a device of its own, else the CPU.
@@ -116,6 +117,7 @@ class RunSettings:
     ranks: int = 2
     seed: int = 0
     check_baseline: int = 0
+    check_replicas: int = 0
     out: Path = Path("runs/train")
     port: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -127,6 +129,7 @@ class RunSettings:
         check.integer("ranks", least=1, remedy="1 trains on this process alone")
         check.integer("seed", least=0, remedy="0 is the default")
         check.integer("check_baseline", least=0, remedy="0 turns the comparison off")
+        check.integer("check_replicas", least=0, remedy="0 turns the comparison off")
         check.integer("port", least=1, remedy="leave it out for a free port", optional=True)
         check.path("out")
         check.choice("device", ("auto", "cpu", "cuda"))

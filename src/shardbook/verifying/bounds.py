@@ -1,0 +1,169 @@
+"""How far rounding alone may take a phase of a step, given how far apart its inputs already are.
+
+The question is asked phase by phase: a fault shows where a phase's outputs are farther apart than its inputs and rounding explain.
+
+* **Gradients.** Where the baseline was run again in other orders and precisions: the root mean square of how far those runs are from
+  it, times the root of the F quantile for two estimates of a variance from eight projections each. Without such runs: λ (u √P + v √n),
+  the probabilistic bound of Higham and Mary (2019) for P roundings in the type products are made in, u, and sums of n terms in single
+  precision, v. A parameter whose gradient nearly cancels is held to what its share of elements would have of the whole.
+* **Weights that differ before.** A gradient changes by as much as the baseline's changed from one step to the next per change of its
+  weights (a secant of the run itself), times the distance of the weights.
+* **Updates.** From the same gradients and states: the rounding of the weights, and of the update's own arithmetic. From gradients a
+  relative distance r apart, an update that is divided by its own size turns over in elements whose gradient is smaller than the
+  distance, about r of them: the quantile of a Poisson count, two units each.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardbook.recording.prints import NUM_PROJECTIONS
+from shardbook.verifying.case import Facts, norm_of
+from shardbook.verifying.closeness import Closeness
+from shardbook.verifying.pairing import Pair
+from shardbook.verifying.statistics import CHANCE, f_quantile, normal_deviations, poisson_quantile, unit_roundoff
+
+_SINGLE = unit_roundoff("float32")
+_UPDATE_ROUNDINGS = 16  # operations of Adam's update on one element, each rounded once
+_UNKNOWN_TERMS = 2**16  # terms of a sum, where nothing tells how many tokens there are
+
+
+@dataclass
+class Bounds:
+    """Bounds of one verdict; `enter` is told each step in turn.
+
+    Args:
+        compute: narrowest type in which either run makes its products.
+        num_comparisons: of all phases, parameters and steps; the chance of a false alarm is divided among them.
+    """
+
+    compute: str | None
+    num_comparisons: int
+    num_parameters: int
+    reruns: Mapping[tuple[int, str], Mapping[str, Sequence[float]]] = field(
+        default_factory=dict[tuple[int, str], Mapping[str, Sequence[float]]]
+    )
+    _facts: Facts | None = None
+    _noise: float = 0.0
+    _carried: float = 0.0
+    _share: float = 0.0
+    _stepped: dict[str, float] = field(default_factory=dict[str, float])
+    _before: tuple[float, Pair] | None = None
+
+    @property
+    def chance(self) -> float:
+        return CHANCE / max(1, self.num_comparisons)
+
+    @property
+    def roundoff(self) -> float:
+        return max(unit_roundoff(self.compute), 0.0) or _SINGLE
+
+    def enter(self, facts: Facts) -> None:
+        """From here on bounds are this step's."""
+        self._facts = facts
+        terms = _num_terms(facts)
+        wide = min(_SINGLE, self.roundoff)
+        self._noise = normal_deviations(self.chance) * (self.roundoff * math.sqrt(self.num_parameters) + wide * math.sqrt(terms))
+        apart = math.sqrt(sum((one.distance * one.other) ** 2 for one in facts.before.values() if math.isfinite(one.distance)))
+        norm = norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]
+        self._carried = self._secant(facts) * apart / norm if norm else 0.0
+        total = sum(one.numel for one in facts.gradient.values()) or 1
+        self._share = norm / math.sqrt(total)
+
+    def leave(self, facts: Facts) -> None:
+        """The step is compared: what later ones have to know of it."""
+        for name, one in facts.stepped.items():
+            if math.isfinite(one.distance) and not one.same:
+                self._stepped[name] = max(self._stepped.get(name, 0.0), one.distance)
+        gradient = norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]
+        self._before = gradient, facts.pair
+
+    def loss(self, facts: Facts, value: float) -> float:
+        """Relative, of the objective or of a micro-batch's output."""
+        apart = self._carried * (norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]) / abs(value) if value else 0.0
+        return self._noise + apart
+
+    def whole(self, one: Closeness) -> float:
+        """What a parameter's deviation is taken relative to: its norm, or its share of the whole gradient's where that is larger.
+
+        A gradient that nearly cancels, as that of a key's bias does, is nothing but rounding.
+        """
+        return max(one.other, self._share * math.sqrt(one.numel))
+
+    def gradient(self, name: str) -> float:
+        """Relative to :meth:`whole`."""
+        return self._rounding("gradient", name) + self._carried
+
+    def systematic(self, error: float) -> float:
+        """Of one factor for all parameters, whose standard error is known: a scale is rounded twice at most."""
+        return 2.0 * self.roundoff + 8 * _SINGLE + normal_deviations(self.chance) * error
+
+    def stepped(self, gradient: Closeness | None, overall: float) -> float:
+        """Given how far the gradient is, of this parameter and of all (which the norm is taken of)."""
+        mine = gradient.distance if gradient is not None and math.isfinite(gradient.distance) else 0.0
+        return mine + 2.0 * overall + 16 * _SINGLE
+
+    def update(self, facts: Facts, name: str, one: Closeness) -> float:
+        """Relative to the update."""
+        stepped = facts.stepped.get(name)
+        apart = max(self._stepped.get(name, 0.0), stepped.distance if stepped is not None and not stepped.same else 0.0)
+        after = facts.pair.baseline.phases["weight"][name]
+        if not one.other:  # it stood still: frozen, or without a gradient
+            return math.inf if apart else 0.0
+        rounding = 2.0 * unit_roundoff(after.dtype) * after.norm / one.other
+        arithmetic = _UPDATE_ROUNDINGS * max(unit_roundoff(after.dtype), _SINGLE) if after.dtype != "float64" else 2.0**-48
+        return rounding + arithmetic + self._turned(apart, one.numel) + self._rerun("update", name)
+
+    def state(self, name: str, one: Closeness, stepped: float) -> float:
+        """Relative; moments are sums of gradients and of their squares."""
+        largest = max(self._stepped.get(name, 0.0), 0.0)
+        room = max(1.0, stepped / one.other) if one.other else math.inf
+        return 4.0 * largest * room + _UPDATE_ROUNDINGS * _SINGLE + self._rerun("state", name)
+
+    def _turned(self, apart: float, numel: int) -> float:
+        if apart == 0.0:
+            return 0.0
+        if apart >= 1.0 or not numel:
+            return 2.0
+        turned = poisson_quantile(numel * apart, self.chance) + 1
+        return min(2.0, 2.0 * math.sqrt(turned / numel) + 2.0 * apart)
+
+    def _secant(self, facts: Facts) -> float:
+        """Change of the baseline's gradient per change of its weights, from the step before to this one."""
+        if self._before is None:
+            return 0.0
+        gradient, pair = self._before
+        now = norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]
+        before, after = pair.baseline.phases.get("before", {}), pair.baseline.phases.get("weight", {})
+        moved = 0.0
+        for name, fingerprint in after.items():
+            mine, theirs = fingerprint.projections, before[name].projections if name in before else None
+            if mine is not None and theirs is not None:
+                moved += sum((x - y) ** 2 for x, y in zip(mine, theirs, strict=True)) / len(mine)
+        return (gradient + now) / math.sqrt(moved) if moved else 0.0
+
+    def _rounding(self, phase: str, name: str) -> float:
+        return max(self._rerun(phase, name), self._pooled(phase)) or self._noise
+
+    def _rerun(self, phase: str, name: str) -> float:
+        """From the runs of the baseline in other orders and precisions; 0 without any."""
+        number = self._facts.number if self._facts is not None else 0
+        return self._quantile(self.reruns.get((number, phase), {}).get(name, ()))
+
+    def _pooled(self, phase: str) -> float:
+        number = self._facts.number if self._facts is not None else 0
+        each = sorted(self._quantile(distances) for distances in self.reruns.get((number, phase), {}).values())
+        return each[len(each) // 2] if each else 0.0
+
+    def _quantile(self, distances: Sequence[float]) -> float:
+        if not distances:
+            return 0.0
+        mean = math.sqrt(sum(one * one for one in distances) / len(distances))
+        return mean * math.sqrt(f_quantile(NUM_PROJECTIONS, NUM_PROJECTIONS * len(distances), self.chance))
+
+
+def _num_terms(facts: Facts) -> int:
+    """Tokens or rows that a gradient is summed over."""
+    step = facts.pair.baseline
+    seen = [max((one.numel for one in micro.inputs), default=0) for micros in step.micro_batches for micro in micros]
+    return sum(seen) or _UNKNOWN_TERMS

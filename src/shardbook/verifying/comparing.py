@@ -1,0 +1,333 @@
+"""One step of both runs, phase by phase, in the order in which things happen in it."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardbook.verifying.bounds import Bounds
+from shardbook.verifying.case import Facts
+from shardbook.verifying.closeness import Closeness, together
+from shardbook.verifying.forwards import matched, varies
+from shardbook.verifying.pairing import objective
+from shardbook.verifying.verdict import Phase, PhaseResult
+
+_SETTINGS = (
+    "lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize", "decoupled_weight_decay",
+    "alpha", "centered", "rho", "lr_decay", "initial_accumulator_value", "momentum_decay",
+)  # fmt: skip
+_SAME_NUMBER = 2.0**-40
+"""Relative: settings are double precision, and a scheduler reaches one value along several ways."""
+
+_SAME_SINGLE = 2.0**-22
+
+
+def compare_start(facts: Facts) -> list[PhaseResult]:
+    """The state before the first step."""
+    found = [_worst(0, "state", facts.weight, dict.fromkeys(facts.weight, 0.0)), *_buffers(facts)]
+    found += [
+        PhaseResult(step=0, phase="state", parameter=name, deviation=1.0, same_bits=False, num_compared=1)
+        for name in (*facts.names.untied, *facts.names.tied)
+    ]
+    return [one for one in found if one.num_compared]
+
+
+def compare_step(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
+    """Everything of one step."""
+    bounds.enter(facts)
+    found = [*_data(facts), *_entered(facts), *_replicas(facts, "before", "model")]
+    found += [*_forward(facts, bounds), *_outputs(facts, bounds)]
+    found += [*_replicas(facts, "gradient"), *_narrower(facts, "gradient", "backward"), *_gradient(facts, bounds), *_clip(facts, bounds)]
+    found += [*_settings(facts), *_narrower(facts, "weight", "update"), *_update(facts, bounds), *_replicas(facts, "weight")]
+    found += [*_states(facts, bounds), *_buffers(facts)]
+    bounds.leave(facts)
+    return [one for one in found if one.num_compared]
+
+
+# ---- before the gradient --------------------------------------------------------------------------------------------------
+
+
+def _data(facts: Facts) -> list[PhaseResult]:
+    mine, theirs = data_of(facts, 0), data_of(facts, 1)
+    if not mine or not theirs:
+        return []
+    same = mine == theirs
+    rank = None
+    if not same and len(facts.pair.candidate.batches) == len(facts.pair.baseline.batches):
+        rank = next(
+            (at for at, (a, b) in enumerate(zip(facts.pair.candidate.batches, facts.pair.baseline.batches, strict=True)) if a != b), None
+        )
+    return [PhaseResult(step=facts.number, phase="data", rank=rank, deviation=float(not same), same_bits=same, num_compared=1)]
+
+
+def data_of(facts: Facts, side: int) -> tuple[int, ...]:
+    """What a run was given and what its model saw, whatever rank and micro-batch it came in; empty where one of both is not known."""
+    both = facts.pair.candidate, facts.pair.baseline
+    step = both[side]
+    found: tuple[int, ...] = ()
+    if all(any(one.batches) for one in both):
+        found += (step.data,)
+    if all(any(one.micro_batches) for one in both):
+        found += (sum(hash(tuple(one.hash for one in micro.inputs)) for micros in step.micro_batches for micro in micros) % 2**64,)
+    return found if len(found) < 2 or not _cut_differently(facts) else found[:1]
+
+
+def _cut_differently(facts: Facts) -> bool:
+    """Micro-batches of other sizes, with the same rows in all."""
+    rows = [[micro.num_rows for micros in step.micro_batches for micro in micros] for step in facts.sides]
+    return len(rows[0]) != len(rows[1]) and sum(rows[0]) == sum(rows[1])
+
+
+def _entered(facts: Facts) -> list[PhaseResult]:
+    """Weights that changed since the last step ended; modules left in evaluation mode."""
+    found: list[PhaseResult] = []
+    changed = {name: one for name, one in facts.before.items() if facts.changed(0, name) != facts.changed(1, name)}
+    if changed:
+        found.append(_worst(facts.number, "state", changed, dict.fromkeys(changed, 0.0)))
+    modes = [sorted({micro.evaluating for micros in step.micro_batches for micro in micros}) for step in facts.sides]
+    if all(modes) and modes[0] != modes[1]:
+        found.append(PhaseResult(step=facts.number, phase="forward", deviation=1.0, same_bits=False, num_compared=1))
+    return found
+
+
+def _replicas(facts: Facts, *phases: str) -> list[PhaseResult]:
+    """Ranks of the candidate that hold different values of what all should have alike, where the baseline's don't."""
+    if any(one.phase in phases for one in facts.pair.baseline.disagreements):
+        return []
+    phase: Phase = "reduce" if phases == ("gradient",) else "state"
+    found = [one for one in facts.pair.candidate.disagreements if one.phase in phases]
+    return [
+        PhaseResult(step=facts.number, phase=phase, parameter=one.parameter, rank=one.rank, deviation=1.0, same_bits=False, num_compared=1)
+        for one in found[:1]
+    ]
+
+
+def _forward(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
+    mine, theirs = objective(facts.pair.candidate), objective(facts.pair.baseline)
+    if mine is None or theirs is None:
+        return []
+    deviation = abs(mine - theirs) / abs(theirs) if theirs else abs(mine)
+    deviation = 0.0 if mine == theirs or (math.isnan(mine) and math.isnan(theirs)) else deviation
+    return [
+        PhaseResult(
+            step=facts.number,
+            phase="forward",
+            deviation=deviation,
+            bound=bounds.loss(facts, theirs),
+            same_bits=mine == theirs,
+            num_compared=1,
+        )
+    ]
+
+
+def _outputs(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
+    """Micro-batch by micro-batch: what the model gave, and how the loss weighs it."""
+    found: list[PhaseResult] = []
+    ones = matched(facts.pair)
+    outputs = [(one.rank, one.output) for one in ones if one.output is not None and one.same_inputs]
+    for rank, output in outputs:
+        bound = bounds.loss(facts, 1.0)
+        found.append(_result(facts.number, "forward", None, output, bound, rank))
+    gradients = [(one.rank, one.gradient) for one in ones if one.gradient is not None and one.gradient.other]
+    for rank, gradient in gradients:
+        if gradient.rest is not None:
+            found.append(
+                PhaseResult(step=facts.number, phase="backward", rank=rank, deviation=gradient.rest, bound=bounds.loss(facts, 1.0),
+                            same_bits=bool(gradient.same), num_compared=1)
+            )  # fmt: skip
+    ratios = [gradient.ratio for _, gradient in gradients]
+    if len(ratios) > 1:
+        bound = bounds.loss(facts, 1.0)
+        found.append(
+            PhaseResult(step=facts.number, phase="backward", deviation=varies(ratios), bound=bound, same_bits=False, num_compared=1)
+        )
+    return _worst_of(found)
+
+
+def _worst_of(found: Iterable[PhaseResult]) -> list[PhaseResult]:
+    """One result for each phase: the worst, with the number of all."""
+    worst: dict[str, PhaseResult] = {}
+    for one in found:
+        known = worst.get(one.phase)
+        if known is None or _size(one) > _size(known):
+            worst[one.phase] = one
+    return list(worst.values())
+
+
+# ---- gradient, clip -------------------------------------------------------------------------------------------------------
+
+
+def _gradient(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
+    if facts.stepped and all(one.same for one in facts.stepped.values()) and facts.pair.complete and _only_unit(facts):
+        return [PhaseResult(step=facts.number, phase="backward", same_bits=True, num_compared=len(facts.gradient))]
+    limits = {name: bounds.gradient(name) for name in facts.gradient}
+    wholes = {name: bounds.whole(one) for name, one in facts.gradient.items()}
+    found = [_worst(facts.number, "backward", facts.gradient, limits, wholes), *_missing(facts, "gradient", "backward")]
+    return found + _systematic(facts.number, "backward", facts.gradient, limits, bounds)
+
+
+def _only_unit(facts: Facts) -> bool:
+    """The recorded gradients are multiples of one another by what both divide by: a sum beside a mean."""
+    found = facts.gradients
+    return found is None or (abs(found.ratio - 1.0) < 1e-5 and found.rest < 1e-5)
+
+
+def _clip(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
+    norm = math.sqrt(sum(one.other**2 for one in facts.gradient.values()))
+    overall = math.sqrt(sum(one.apart**2 for one in facts.gradient.values())) / norm if norm else 0.0
+    limits = {name: bounds.stepped(facts.gradient.get(name), overall) for name in facts.stepped}
+    return [_worst(facts.number, "clip", facts.stepped, limits)]
+
+
+def _missing(facts: Facts, name: str, phase: Phase) -> list[PhaseResult]:
+    """Parameters of which only one of both has this."""
+    mine, theirs = (step.phases.get(name, {}) for step in facts.sides)
+    lost = [one for one in facts.names.common if (one in mine) != (one in theirs) and (mine.get(one) or theirs[one]).squares > 0.0]
+    if not mine or not theirs or not lost:
+        return []
+    return [PhaseResult(step=facts.number, phase=phase, parameter=lost[0], deviation=1.0, same_bits=False, num_compared=len(lost))]
+
+
+def _systematic(number: int, phase: Phase, ones: Mapping[str, Closeness], limits: Mapping[str, float], bounds: Bounds) -> list[PhaseResult]:
+    """One factor for all parameters that are known well."""
+    sure = [one for name, one in ones.items() if limits[name] < 0.5 and (one.rest or 0.0) < 0.5]
+    found = together(sure)
+    if found is None or len(sure) < 2:
+        return []
+    deviation = abs(found.ratio - 1.0)
+    return [
+        PhaseResult(
+            step=number,
+            phase=phase,
+            deviation=deviation,
+            bound=bounds.systematic(found.error),
+            same_bits=deviation == 0.0,
+            num_compared=len(sure),
+        )
+    ]
+
+
+# ---- update, state --------------------------------------------------------------------------------------------------------
+
+
+def _narrower(facts: Facts, name: str, phase: Phase) -> list[PhaseResult]:
+    """What the candidate holds in a narrower type than the baseline. One micro-batch's gradient may come so: nothing was added in it."""
+    narrower = narrower_in(facts, name)
+    if not narrower or (name == "gradient" and facts.num_accumulated < 2):
+        return []
+    return [PhaseResult(step=facts.number, phase=phase, parameter=narrower[0], deviation=1.0, same_bits=False, num_compared=len(narrower))]
+
+
+def narrower_in(facts: Facts, phase: str) -> list[str]:
+    """Parameters that the candidate has in a narrower type, or with values of one, than the baseline."""
+    mine, theirs = facts.pair.candidate.phases.get(phase, {}), facts.pair.baseline.phases.get(phase, {})
+    common = [name for name in facts.names.common if name in mine and name in theirs]
+    return [name for name in common if _width(mine[name]) < _width(theirs[name])]
+
+
+def _width(one: Any) -> int:
+    if one.largest == 0.0:
+        return 64
+    narrow = 16 if one.narrow in ("bf16", "fp16") else 64
+    return min(narrow, 16 if one.dtype in ("bfloat16", "float16") else 8 if "float8" in one.dtype else 64)
+
+
+def _settings(facts: Facts) -> list[PhaseResult]:
+    mine, theirs = facts.settings(0), facts.settings(1)
+    worst = PhaseResult(step=facts.number, phase="update", num_compared=0)
+    for name in theirs:
+        for key in _SETTINGS if name in mine else ():
+            deviation = setting_difference(mine[name].get(key), theirs[name].get(key))
+            if deviation > worst.deviation:
+                worst = PhaseResult(
+                    step=facts.number, phase="update", parameter=name, deviation=deviation, same_bits=False, num_compared=len(theirs)
+                )
+    return [worst] if worst.num_compared else []
+
+
+def setting_difference(mine: Any, theirs: Any) -> float:
+    """Relative, 0 where both are the same number or one of them isn't known."""
+    if mine is None or theirs is None:
+        return 0.0
+    if isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        return max((setting_difference(a, b) for a, b in zip(mine, theirs, strict=False)), default=0.0)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    a, b = float(mine), float(theirs)
+    deviation = abs(a - b) / abs(b) if b else abs(a)
+    single = a in (_single(b), b) or b == _single(a)
+    return 0.0 if deviation <= _SAME_NUMBER or (single and deviation <= _SAME_SINGLE) else deviation
+
+
+def _single(value: float) -> float:
+    import struct
+
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.inf
+
+
+def _update(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
+    if all(one.same for one in facts.weight.values()):
+        return [PhaseResult(step=facts.number, phase="update", num_compared=len(facts.weight))]
+    limits = {name: bounds.update(facts, name, one) for name, one in facts.update.items()}
+    different = {name: one for name, one in facts.update.items() if not (facts.weight[name].same and facts.before[name].same)}
+    found = [_worst(facts.number, "update", different, limits), *_systematic(facts.number, "update", different, limits, bounds)]
+    if not facts.update:  # a brief step: norms of weights, within what updates may have done
+        limits = dict.fromkeys(facts.weight, math.inf)
+        found = [_worst(facts.number, "update", facts.weight, limits)]
+    return found
+
+
+def _states(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
+    found: list[PhaseResult] = []
+    for key, ones in facts.states.items():
+        found += _narrower(facts, f"state.{key}", "state")
+        stepped = {name: facts.pair.baseline.phases.get("stepped", {}).get(name) for name in ones}
+        limits = {name: bounds.state(name, one, stepped[name].norm if stepped[name] else 0.0) for name, one in ones.items()}  # pyright: ignore[reportOptionalMemberAccess]
+        found.append(_worst(facts.number, "state", ones, limits))
+    return _worst_of(found)
+
+
+def _buffers(facts: Facts) -> list[PhaseResult]:
+    """Each rank's own: compared where both runs have as many ranks."""
+    mine, theirs = facts.pair.candidate.parts.get("buffer", {}), facts.pair.baseline.parts.get("buffer", {})
+    if len(facts.pair.candidate.losses) != len(facts.pair.baseline.losses) or not mine or not theirs:
+        return []
+    results: list[PhaseResult] = []
+    for name in theirs:
+        for a, b in zip(mine.get(name, ()), theirs[name], strict=False):
+            one = Closeness.of(a.fingerprint, b.fingerprint)
+            results.append(_result(facts.number, "state", name, one, 0.0 if facts.number == 0 or facts.same_before() else math.inf, a.rank))
+    return _worst_of(results)
+
+
+# ---- results --------------------------------------------------------------------------------------------------------------
+
+
+def _result(number: int, phase: Phase, name: str | None, one: Closeness, bound: float, rank: int | None = None) -> PhaseResult:
+    deviation = 0.0 if one.same else one.distance
+    return PhaseResult(
+        step=number, phase=phase, parameter=name, rank=rank, deviation=deviation, bound=bound, same_bits=bool(one.same), num_compared=1
+    )
+
+
+def _worst(
+    number: int, phase: Phase, ones: Mapping[str, Closeness], limits: Mapping[str, float], wholes: Mapping[str, float] | None = None
+) -> PhaseResult:
+    """Of many parameters the one that is farthest beyond its bound, or nearest to it. ``wholes``: what deviations are relative to."""
+    results = [_result(number, phase, name, one, limits[name]) for name, one in ones.items()]
+    if wholes is not None:
+        results = [replace(one, deviation=ones[one.parameter or ""].apart / (wholes[one.parameter or ""] or 1.0)) for one in results]
+    if not results:
+        return PhaseResult(step=number, phase=phase)
+    worst = max(results, key=_size)
+    return PhaseResult(
+        step=number, phase=phase, parameter=worst.parameter if worst.deviation else None, deviation=worst.deviation, bound=worst.bound,
+        same_bits=all(one.same_bits for one in results), num_compared=len(results),
+    )  # fmt: skip
+
+
+def _size(one: PhaseResult) -> tuple[bool, float]:
+    if math.isnan(one.deviation):
+        return True, math.inf
+    return one.exceeds, one.deviation / one.bound if one.bound else one.deviation

@@ -1,0 +1,83 @@
+"""Mutations: every rule of a right training broken for real, in a plain loop, on ranks and inside of shardbook.
+
+A :class:`Mutation` is a setting, an engine, a fault (a mixin over the engine's loop) and its size, and the rule that it breaks.
+``records`` trains baseline and candidate and gives their folders; baselines are trained once and kept.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests import ranks
+from tests.mutations_loops import KINDS
+from tests.mutations_models import Setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """One broken run. ``size`` says how much, in the fault's own unit; ``baseline`` is the kind of the right loop it is held against."""
+
+    name: str
+    rule: str | None
+    engine: str
+    setting: Setting
+    fault: type | None
+    size: Any = None
+    baseline: str = "plain"
+
+    @property
+    def right(self) -> "Mutation":
+        """The same without the fault."""
+        return dataclasses.replace(self, name=f"{self.name}: right", rule=None, fault=None, size=None)
+
+
+@cache
+def folder() -> Path:
+    """Of all records of this session."""
+    kept = tempfile.TemporaryDirectory(prefix="mutations-")
+    folder.kept = kept  # type: ignore[attr-defined]
+    return Path(kept.name)
+
+
+@cache
+def recorded(setting: Setting, engine: str, fault: type | None = None, size: Any = None) -> Path:
+    """The record of a run, trained at the first call."""
+    path = folder() / f"{len(list(folder().iterdir()))}.rec"
+    num_ranks = 1 if engine == "plain" else setting.num_ranks
+    ranks.call(num_ranks, train, setting, engine, fault, size, str(path), seconds=120)
+    return path
+
+
+def train(setting: Setting, engine: str, fault: type | None, size: Any, path: str) -> None:
+    """A job: the loop of an engine with a fault in front of it, on this rank."""
+    import torch.distributed as dist
+
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    base = KINDS[engine]
+    loop = type("Faulty", (fault, base), {}) if fault is not None else base
+    loop(setting, path, size=size, rank=rank, world=world).run()
+
+
+def records(mutation: Mutation) -> tuple[Path, Path]:
+    """Folders of the candidate's record and of its baseline's."""
+    return (
+        recorded(mutation.setting, mutation.engine, mutation.fault, mutation.size),
+        recorded(mutation.setting, mutation.baseline),
+    )
+
+
+def every() -> list[Mutation]:
+    """All mutations of the suite."""
+    from tests.mutations_plain import MUTATIONS as plain
+    from tests.mutations_shardbook import MUTATIONS as shardbook
+
+    return [*plain, *shardbook]
+
+
+def controls(mutations: Iterable[Mutation]) -> list[Mutation]:
+    """The right runs beside them, each once; those that are their own baseline are left out."""
+    found = {(one.setting, one.engine, one.baseline): one.right for one in mutations if one.engine != one.baseline}
+    return list(found.values())

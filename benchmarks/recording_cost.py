@@ -1,9 +1,9 @@
 """What recording costs: seconds of a recorded step as a ratio to a plain one, and bytes of a record.
 
-    python -m benchmarks.recording_cost [small|medium|default] [micro-batch] [steps]
+    python -m benchmarks.recording_cost [small|medium|default] [rows] [steps]
 
-Two copies of one model are trained in one process, a step of each in turn, so that whatever else the machine does falls on both. Time
-is the process's own. The first five steps, which are complete, are listed apart; of later ones every sixteenth is, and the ratio over
+A step has two micro-batches, each of half the rows. Two copies of one model are trained in one process, a step of each in turn, so that
+whatever else the machine does falls on both. Time is the process's own. The first five steps, which are complete, are listed apart; of later ones every sixteenth is, and the ratio over
 all of them is what a long run pays.
 """
 
@@ -25,13 +25,14 @@ SIZES = {
     "medium": GPTConfig(layers=8, width=256, heads=8, vocab=2048, sequence=256),
     "default": GPTConfig(),
 }
+MICRO_BATCHES = 2
 
 
-def main(size: str = "medium", micro_batch: int = 4, steps: int = 40) -> float:
+def main(size: str = "medium", rows: int = 4, steps: int = 40) -> float:
     """Prints the figures; returns the ratio of a long run."""
     torch.set_num_threads(1)
     config = SIZES[size]
-    tokens = torch.randint(0, config.vocab, (micro_batch, config.sequence + 1))
+    tokens = torch.randint(0, config.vocab, (rows, config.sequence + 1))
     models = [build(config) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in models]
     with tempfile.TemporaryDirectory() as folder, sb.record(models[1], optimizers[1], Path(folder) / "a") as recorder:
@@ -44,10 +45,12 @@ def main(size: str = "medium", micro_batch: int = 4, steps: int = 40) -> float:
 
 
 def step(model: GPT, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, recorder: sb.Recorder | None) -> None:
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
+    losses: list[torch.Tensor] = []
+    for part in tokens.chunk(MICRO_BATCHES):
+        losses.append(model(part[:, :-1], part[:, 1:]) / MICRO_BATCHES)
+        losses[-1].backward()
     if recorder is not None:
-        recorder.step(loss=loss, batch=tokens)
+        recorder.step(loss=losses, batch=[(part,) for part in tokens.chunk(MICRO_BATCHES)])
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

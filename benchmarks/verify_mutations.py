@@ -9,11 +9,12 @@ import importlib
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shardbook.recording.read import Record
 from tests import ranks
-from tests.mutations import Mutation, controls, every, records
+from tests.mutations import Folder, Mutation, controls, every, records
 from tests.mutations_changes import change
 
 NEEDED = 0.9
@@ -26,9 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--right", action="store_true", help="the right runs beside the mutations")
     parser.add_argument("--changes", action="store_true", help="what each changes, without a verdict")
     parser.add_argument("--module", help="mutations of another module, its MUTATIONS")
+    parser.add_argument("--keep", type=Path, help="a folder for the records; those that are there already are used again")
     given = parser.parse_args(arguments)
-    mutations = importlib.import_module(given.module).MUTATIONS if given.module else every()
-    chosen = [one for one in (controls(mutations) if given.right else mutations) if given.only in one.name]
+    Folder.keep = given.keep
+    chosen = [one for one in suite(given.module, right=given.right) if given.only in one.name]
     if given.list:
         print("\n".join(one.name for one in chosen))
         return 0
@@ -36,6 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return changed(chosen) if given.changes else judged(chosen, given.only)
     finally:
         ranks.stop_all()
+
+
+def suite(module: str | None, *, right: bool) -> list[Mutation]:
+    """The mutations, or the right runs, of this suite or of another module."""
+    other: Any = importlib.import_module(module) if module else None
+    mutations: list[Mutation] = other.MUTATIONS if module else every()
+    return [*controls(mutations), *getattr(other, "RIGHT", [])] if right else mutations
 
 
 def changed(mutations: Sequence[Mutation]) -> int:
@@ -66,6 +75,8 @@ def judged(mutations: Sequence[Mutation], only: str) -> int:
         right += is_right
         same += verdict.kind != "different" and one.rule is not None
         print(line(one, verdict, right=is_right), flush=True)
+        if only:
+            print("          candidate {}\n          baseline  {}".format(*records(one)))
         if only or not is_right:
             print("\n".join(f"          {rule:28} {confidence:.2f}  {evidence}" for rule, confidence, evidence in verdict.ranking[:4]))
     share = right / max(1, len(mutations))

@@ -5,7 +5,9 @@ A :class:`Mutation` is a setting, an engine, a fault (a mixin over the engine's 
 """
 
 import dataclasses
+import hashlib
 import tempfile
+import warnings
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -34,18 +36,28 @@ class Mutation:
         return dataclasses.replace(self, name=f"{self.name}: right", rule=None, fault=None, size=None)
 
 
-@cache
-def folder() -> Path:
-    """Of all records of this session."""
-    kept = tempfile.TemporaryDirectory(prefix="mutations-")
-    folder.kept = kept  # type: ignore[attr-defined]
-    return Path(kept.name)
+class Folder:
+    """Where records go: below a temporary folder of this process, or where ``keep`` says, to be used again by the next one."""
+
+    keep: Path | None = None
+
+    @classmethod
+    @cache
+    def temporary(cls) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="mutations-")
+
+    @classmethod
+    def path(cls) -> Path:
+        return cls.keep or Path(cls.temporary().name)
 
 
 @cache
 def recorded(setting: Setting, engine: str, fault: type | None = None, size: Any = None) -> Path:
     """The record of a run, trained at the first call."""
-    path = folder() / f"{len(list(folder().iterdir()))}.rec"
+    what = f"{setting} {engine} {'' if fault is None else fault.__module__ + fault.__qualname__} {size}"
+    path = Folder.path() / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.rec"
+    if path.exists():
+        return path
     num_ranks = 1 if engine == "plain" else setting.num_ranks
     ranks.call(num_ranks, train, setting, engine, fault, size, str(path), seconds=120)
     return path
@@ -58,7 +70,9 @@ def train(setting: Setting, engine: str, fault: type | None, size: Any, path: st
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     base = KINDS[engine]
     loop = type("Faulty", (fault, base), {}) if fault is not None else base
-    loop(setting, path, size=size, rank=rank, world=world).run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of some of the mistakes
+        loop(setting, path, size=size, rank=rank, world=world).run()
 
 
 def records(mutation: Mutation) -> tuple[Path, Path]:

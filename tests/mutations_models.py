@@ -23,7 +23,7 @@ class Setting:
 
     Args:
         num_ranks, num_micro: whose data, and micro-batches of each; one process goes over all of them.
-        padding: targets to be ignored: "none", "one" a micro-batch's first row has, "many" of every row.
+        padding: targets to be ignored: "none", "one" in a step, or "many" of every row.
         objective: "tokens", the sum over all tokens divided by their number; "mean", the mean of the micro-batches' means.
         precision: of the model; below fp32 the optimizer steps on fp32 masters.
         seeding: of dropout: "micro" seeds before each micro-batch, so that any loop draws the same; "once" at the start.
@@ -82,7 +82,7 @@ class Words(nn.Module):
         self.keeps_masks: list[bool | None] = [None, None]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        x = self.tokens(inputs) + self.places.weight[: inputs.shape[1]]
+        x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1]))
         for block, keeps in zip(self.blocks, self.keeps_masks, strict=True):
             recomputes = keeps is not None and torch.is_grad_enabled()
             x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=keeps) if recomputes else block(x)
@@ -106,7 +106,7 @@ class Gpt(GPT):
         super().__init__(SMALL)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -143,7 +143,7 @@ def batch(setting: Setting, rank: int, step: int, micro: int) -> Batch:
     tokens = torch.randint(1, VOCAB, (setting.rows, LENGTH + 1), generator=generator)
     inputs, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
     ends = torch.full((setting.rows,), LENGTH)
-    if setting.padding == "one":
+    if setting.padding == "one" and rank == micro == 0:
         ends[0] = LENGTH - 1
     elif setting.padding == "many":
         ends = torch.randint(LENGTH // 4, LENGTH + 1, (setting.rows,), generator=generator)

@@ -155,7 +155,8 @@ class MastersOfNarrow(Loop):
 
     def make_masters(self, parameters):
         rounded = [parameter.detach().bfloat16().float() for parameter in parameters]
-        return super().make_masters([*rounded[: self.size], *parameters[self.size :]])
+        size = self.size or len(rounded)
+        return super().make_masters([*rounded[:size], *parameters[size:]])
 
 
 class AccumulatesNarrow(Loop):
@@ -222,7 +223,8 @@ def case(rule: str, engine: str, setting: Setting, fault: type, size=None, *, ba
 OBJECTIVE = [
     case("weight.mean_of_means", "plain", WORDS, faults.MeanOfMeans),
     case("weight.mean_of_means", "plain", FOUR, faults.MeanOfMeans),
-    case("weight.mean_of_means", "plain", ONE_PAD, faults.MeanOfRankMeans),
+    case("weight.mean_of_means", "plain", ONE_PAD, faults.MeanOfMeans),
+    case("weight.mean_of_means", "plain", THREE, faults.MeanOfRankMeans),
     case("weight.mean_of_means", "ranks", THREE, faults.MeanOfRankMeans),
     case("weight.mean_of_means", "ddp", WORDS, faults.MeanOfRankMeans),
     case("weight.padding_counted", "plain", ONE_PAD, faults.PaddingCounted),
@@ -282,7 +284,7 @@ CLIPPING = [
     case("clip.before_unscale", "plain", SCALED, ClippedBeforeUnscaling),
     case("clip.before_unscale", "plain", SCALED_MORE, ClippedBeforeUnscaling),
     case("clip.before_unscale", "ranks", SCALED, ClippedBeforeUnscaling),
-    case("clip.unexpected", "plain", UNCLIPPED, faults.ClipsAnyway, 1.0),
+    case("clip.unexpected", "plain", replace(GPT, clip=None), faults.ClipsAnyway, 1.0),
     case("clip.unexpected", "plain", WIDE_OPEN, faults.ClipsAnyway, 0.1),
     case("clip.unexpected", "plain", UNCLIPPED, faults.ClipsValues, 1e-3),
     case("clip.unexpected", "ddp", UNCLIPPED, faults.ClipsAnyway, 0.5),

@@ -13,7 +13,7 @@ from tests.mutations_loops import Loop
 from tests.mutations_models import Setting
 from tests.mutations_plain import (
     DRAWS, DRAWS_ROWS, DROPOUT, EVEN, EVEN_FOUR, FOUR, FROZEN, FROZEN_BIAS, GENTLE, HEAVY, NARROW_RANKS, ONE_PAD,
-    ROWS_RANKS, THREE, TIED, UNCLIPPED, WIDE_OPEN, WORDS, case,
+    ROWS_RANKS, THREE, TIED, WIDE_OPEN, WORDS, case,
 )  # fmt: skip
 
 # ---- a user's ----------------------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ UPDATE = [
     ours("clip.per_rank", replace(THREE, seed=48, clip=0.1), NormOfOwnShard),
     ours("clip.before_unscale", HALF, ClippedBeforeUnscaling),
     ours("clip.before_unscale", HALF_MORE, ClippedBeforeUnscaling),
-    ours("clip.unexpected", UNCLIPPED, EngineClips, 1.0),
+    ours("clip.unexpected", replace(TIED, clip=None), EngineClips, 1.0),
     ours("clip.unexpected", WIDE_OPEN, EngineClips, 0.1),
     ours("decay.wrong_group", WORDS, faults.AllDecay),
     ours("decay.wrong_group", GENTLE, faults.OneMoreDecays, "blocks.0.up.bias"),

@@ -7,4 +7,4 @@ from benchmarks import recording_cost
 
 @pytest.mark.slow
 def test_a_long_run_costs_at_most_a_seventh_more():
-    assert recording_cost.main("small", micro_batch=8, steps=40) < 1.15
+    assert recording_cost.main("small", rows=8, steps=40) < 1.15

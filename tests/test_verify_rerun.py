@@ -21,12 +21,10 @@ from tests import ranks
 MODES: dict[str, Callable[[], AbstractContextManager]] = dict(RERUNS)
 
 
-def trained(
-    mode: AbstractContextManager, dtype: torch.dtype = torch.float32, **options: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def trained(mode: AbstractContextManager) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Last gradients and weights of a small transformer after three steps."""
-    model = build(SMALL).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, **options)
+    model = build(SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     with mode:
         for step in range(3):
             tokens = torch.randint(0, SMALL.vocab, (3, SMALL.sequence + 1), generator=torch.Generator().manual_seed(step))
@@ -51,7 +49,7 @@ def test_every_gradient_and_weight_moves_by_a_roundings_worth(name, plain):
     for again, before in zip(trained(MODES[name]()), plain, strict=True):
         moved = {parameter: apart(again[parameter], before[parameter]) for parameter in before}
         assert min(moved.values()) > 0, min(moved, key=moved.get)
-        assert max(moved.values()) < 1e-4, max(moved, key=moved.get)
+        assert max(moved.values()) < 1e-3, max(moved, key=moved.get)
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -210,7 +208,7 @@ OPERATORS: dict[str, Callable[[], Tensor]] = {
     "convolution in groups": lambda: F.conv1d(x(3, 6, 8), x(10, 3, 3), x(10), groups=2),
     "transposed convolution": lambda: F.conv_transpose2d(x(3, 6, 8, 8), x(6, 10, 3, 3), x(10), stride=2),
     "sums": lambda: x(4, 5, 6).sum((0, 2)) + x(4, 5, 6).mean((-1, 0)) + x(4, 5, 6).sum() + x(5, 30).var(1),
-    "norms": lambda: x(5, 30).norm(dim=1) + x(50).norm() + x(5, 30).logsumexp(1) + torch._foreach_norm([x(30), x(3, 4)])[1],
+    "norms": lambda: x(5, 30).norm(dim=1) + x(50).norm() + x(5, 30).logsumexp(1) + sum(torch._foreach_norm([x(30), x(3, 4)])),
     "softmax": lambda: x(5, 30).softmax(-1) * x(5, 30, seed=1).log_softmax(1) + x(5, 30, seed=2).softmax(0),
     "cross entropy": lambda: F.cross_entropy(x(9, 30), torch.tensor([1, 2, -100, 4, 5, 6, 7, 8, 9]), weight=x(30).detach().exp()),
     "mean square": lambda: F.mse_loss(x(9, 30), x(9, 30, seed=1)),
@@ -243,7 +241,7 @@ class Seen(torch.utils._python_dispatch.TorchDispatchMode):
 
 def result_and_gradients(make: Callable[[], Tensor], mode: AbstractContextManager) -> list[Tensor]:
     leaves: list[Tensor] = []
-    with mode, torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with mode:
         found = make()
         stack, seen = [found.grad_fn], set()
         while stack:
@@ -273,11 +271,26 @@ def test_every_operator_that_is_put_in_another_order_was_tried():
         for make in OPERATORS.values():
             result_and_gradients(make, nullcontext())
     rest = {name for name in REORDERED if name not in seen.names}
-    only_cuda = {name for name in rest if "flash_attention" in name or "efficient" in name or "cudnn" in name}
+    only_cuda = {name for name in rest if "flash_attention" in name or "efficient" in name or "cudnn" in name or "_rms_" in name}
     assert rest - only_cuda == {
         *("_addmm_activation", "baddbmm_", "norm", "nansum", "std", "var_mean", "scatter_add_", "index_put_", "_index_put_impl_"),
         *("_native_batch_norm_legit",),
     }
+
+
+def test_rms_norm_as_cuda_has_it():
+    """Its operators are there on a CPU as well, but only where they are asked for."""
+    inputs, weight, gradient = x(4, 5, 30).detach(), x(30).detach(), x(4, 5, 30, seed=3).detach()
+
+    def both() -> list[Tensor]:
+        found, rstd = torch.ops.aten._fused_rms_norm(inputs, [30], weight, 1e-5)
+        return [found, rstd, *torch.ops.aten._fused_rms_norm_backward(gradient, inputs, [30], rstd, weight, [True, True])]
+
+    expected = both()
+    with rerun.order(1):
+        found = both()
+    assert all(torch.allclose(one, other, rtol=1e-11) for one, other in zip(found, expected, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 # ---- callables -------------------------------------------------------------------------------------------------------------------

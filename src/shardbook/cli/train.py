@@ -55,6 +55,7 @@ _NAMES: Mapping[str, str] = {
     "text": "data.text",
     "seed": "run.seed",
     "check_baseline": "run.check_baseline",
+    "check_replicas": "run.check_replicas",
     "out": "run.out",
     "port": "run.port",
     "device": "run.device",
@@ -89,6 +90,9 @@ class TrainOptions:
     text: Annotated[Path | None, _option("", "file or folder of text (default: the Python standard library's sources)", "PATH")] = None
     seed: Annotated[int | None, _option("run.seed", "of the weights and of the data's order", "N")] = None
     check_baseline: Annotated[int | None, _option("run.check_baseline", "train the plain loop beside it for so many steps", "STEPS")] = None
+    check_replicas: Annotated[int | None, _option("run.check_replicas", "compare all ranks' parameters every so many steps", "STEPS")] = (
+        None
+    )
     out: Annotated[Path | None, _option("run.out", "folder for run.json", "PATH")] = None
     port: Annotated[int | None, _option("run.port", "of the ranks' rendezvous (default: a free one)", "PORT")] = None
     device: Annotated[str | None, _option("run.device", "auto, cpu or cuda", "NAME")] = None

@@ -3,6 +3,7 @@
 The exit code says it: 0 identical or within rounding, 1 different, 2 no verdict (wrong usage, a record that can't be read).
 """
 
+import re
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -36,49 +37,68 @@ class VerifyOptions:
     baseline: Annotated[
         Path | None, tyro.conf.Positional, _option("the record it is held against; a recipe is held against the plain loop", "BASELINE")
     ] = None
-    steps: Annotated[int | None, _option("compare so many steps (default: all that both records have; 5 of a recipe)", "N")] = None
+    steps: Annotated[int | None, _option("compare so many steps (default: all of two records, 5 of a recipe)", "N")] = None
     rerun: Annotated[
         tuple[Path, ...], _option("records of the baseline run in other orders or precisions: they bound what is rounding", "RECORD")
     ] = ()
+    fp64: Annotated[bool, _option("the recipe's plain loop in double precision", "")] = False
+    out: Annotated[Path | None, _option("keep the records of a recipe in this new folder (default: nowhere)", "FOLDER")] = None
     unfinished: Annotated[bool, _option("also read records of runs that did not come to their end", "")] = False
     html: Annotated[Path | None, _option("write one self-contained page as well", "PAGE.HTML")] = None
     json: Annotated[bool, _option("print the verdict as JSON", "")] = False
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"--steps {self.steps}: allowed is 1 or more; leave it out to compare all steps that both records have")
+            raise ConfigError(f"--steps {self.steps}: allowed is 1 or more; leave it out to compare all steps of two records")
         _check_page(self.html)
         for path in filter(None, (self.candidate, self.baseline, *self.rerun)):
             _check(path)
-        recipes = [path for path in self._runs() if path.suffix == _RECIPE]
-        if not recipes and self.baseline is None:
+        if not self._recipes:
+            self._check_records()
+        elif self._recipes == self._runs and (given := [name for name in ("rerun", "unfinished") if getattr(self, name)]):
+            raise ConfigError(f"--{given[0]}: allowed is it with records; a recipe is run here, so leave it out")
+
+    @property
+    def _runs(self) -> list[Path]:
+        return [self.candidate] if self.baseline is None else [self.candidate, self.baseline]
+
+    @property
+    def _recipes(self) -> list[Path]:
+        return [path for path in self._runs if path.suffix == _RECIPE]
+
+    def _check_records(self) -> None:
+        if self.baseline is None:
             raise ConfigError(
                 f"{self.candidate}: a record alone has nothing to be compared with; give the baseline's record behind it, as in "
                 f"shardbook verify {self.candidate} baseline.rec"
             )
-        if recipes == self._runs() and (given := [name for name in ("rerun", "unfinished") if getattr(self, name)]):
-            raise ConfigError(f"--{given[0]}: allowed is it with records; a recipe is run here, so leave it out")
-
-    def _runs(self) -> list[Path]:
-        return [self.candidate] if self.baseline is None else [self.candidate, self.baseline]
+        if given := [name for name in ("fp64", "out") if getattr(self, name)]:
+            raise ConfigError(f"--{given[0]}: allowed is it with a recipe, which is run here; records are as they are, so leave it out")
 
     def verdict(self) -> Verdict:
         """Reads, or runs, and compares."""
+        if not self._recipes:
+            return self._of_records()
         from shardbook.train.verify import verify as verify_training
 
-        steps = self.steps
-        if steps is None:
-            if not any(path.suffix == _RECIPE for path in self._runs()):
-                return self._of_all_steps()
-            steps = _RECIPE_STEPS
-        return verify_training(self.candidate, self.baseline, steps=steps, unfinished=self.unfinished, reruns=self.rerun)
+        return verify_training(
+            self.candidate,
+            self.baseline,
+            steps=self.steps or _RECIPE_STEPS,
+            precision="fp64" if self.fp64 else None,
+            reruns=self.rerun,
+            folder=self.out,
+            unfinished=self.unfinished,
+        )
 
-    def _of_all_steps(self) -> Verdict:
+    def _of_records(self) -> Verdict:
         from shardbook.recording.read import Record
         from shardbook.verifying.judge import judge
 
-        candidate, baseline, *reruns = (Record.open(path, unfinished=self.unfinished) for path in (*self._runs(), *self.rerun))
-        return judge(candidate, baseline, reruns=reruns)
+        candidate, baseline, *reruns = (Record.open(path, unfinished=self.unfinished) for path in (*self._runs, *self.rerun))
+        if self.steps is not None and self.steps > max(candidate.num_steps, baseline.num_steps):
+            raise ConfigError(f"--steps {self.steps}: the records have {baseline.num_steps} steps; leave it out to compare all of them")
+        return judge(candidate, baseline, steps=self.steps, reruns=reruns)
 
 
 def verify(options: Annotated[VerifyOptions, tyro.conf.arg(name=""), tyro.conf.FlagCreatePairsOff]) -> int:
@@ -93,7 +113,7 @@ def verify(options: Annotated[VerifyOptions, tyro.conf.arg(name=""), tyro.conf.F
     try:
         verdict = options.verdict()
     except ShardbookError as error:
-        return _fail(str(error).replace("unfinished=True", "--unfinished"))
+        return _fail(_as_options(str(error)))
     if options.html is not None:
         _write_page(options.html, verdict)
     if options.json:
@@ -101,6 +121,15 @@ def verify(options: Annotated[VerifyOptions, tyro.conf.arg(name=""), tyro.conf.F
     else:
         show(verdict, Console(highlight=False))
     return 0 if verdict.same else 1
+
+
+def _as_options(message: str) -> str:
+    """A remedy of the library as a remedy of the command.
+
+    >>> _as_options("open it with unfinished=True, or compare the first 3: steps=3")
+    'open it with --unfinished, or compare the first 3: --steps 3'
+    """
+    return re.sub(r"\bsteps=(\d+)", r"--steps \1", message).replace("unfinished=True", "--unfinished")
 
 
 def _check(path: Path) -> None:

@@ -100,9 +100,10 @@ def _rows_together(tensors: list[Tensor], sums: list[Tensor]) -> Tensor:
 
 def _row_sums(tensor: Tensor) -> Tensor:
     """Σ lane · column key of each row, a tensor without dimensions being one row."""
-    rows = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
-    if rows.is_complex():
-        rows = torch.view_as_real(rows).reshape(rows.shape[0], -1)
+    num_rows = tensor.shape[0] if tensor.dim() else 1
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    rows = tensor.reshape(num_rows, tensor.numel() // max(1, num_rows))
     at_once = max(1, _BLOCK_NUMEL // max(1, rows.shape[1]))
     return torch.cat([_lane_sums(block) for block in rows.split(at_once)]) if rows.shape[0] > at_once else _lane_sums(rows)
 

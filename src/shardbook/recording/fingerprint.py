@@ -127,9 +127,9 @@ class Plan:
             for chunk in self._chunks:
                 here, bits = values[: chunk.num_rows], lanes[: chunk.num_rows]
                 self._fill(chunk, tensors, here, bits)
+                self._add(chunk, here, bits, out)
                 if wide is not None:
                     self._count_wide(chunk, here, bits, wide)
-                self._add(chunk, here, bits, out)
             if wide is not None:
                 out.narrow = ((wide == 0) * _NARROW_BITS.to(self._device)).sum(1)
         return out
@@ -141,18 +141,6 @@ class Plan:
             return Prints(none, zero)
         projections = torch.zeros(len(self._extents), NUM_PROJECTIONS, dtype=torch.float64, device=self._device)
         return Prints(none, zero, zero.clone(), zero.clone(), zero.clone(), projections, none.clone(), none.clone())
-
-    def _count_wide(self, chunk: _Ready, values: Tensor, lanes: Tensor, wide: Tensor) -> None:
-        """Count rows with an element that bf16, and that fp16, can't hold. Where a few elements tell of all, the others are not seen."""
-        owned = chunk.sums[len(chunk.members) :]
-        if lanes.device.type == "cpu":  # elsewhere the question would wait for the answer
-            some = torch.mv(owned, ((lanes[:, ::_SAMPLED] & _BELOW_FP16).amax(1) != 0).double())
-            if some.all():
-                wide.index_add_(0, chunk.members, some[:, None].expand(-1, 2))
-                return
-        lost = values.half().double().sub_(values).abs_()  # NaN where a value is infinite: not held either
-        rows = torch.stack([(lanes & _BELOW_BF16).amax(1), lost.amax(1)], 1) != 0  # amax, since any is several times slower
-        wide.index_add_(0, chunk.members, torch.mm(owned, rows.double()))
 
     def _add(self, chunk: _Ready, values: Tensor, lanes: Tensor, out: Prints) -> None:
         if out.hash is not None:
@@ -170,6 +158,22 @@ class Plan:
         out.largest[chunk.members] = torch.maximum(out.largest[chunk.members], mine)
         if not rows.isfinite().all():
             out.nonfinite.index_add_(0, chunk.owners, values.isfinite().logical_not_().sum(1))
+
+    def _count_wide(self, chunk: _Ready, values: Tensor, lanes: Tensor, wide: Tensor) -> None:
+        """Count rows with an element that bf16, and that fp16, can't hold. Where a few elements tell of all, the others are not seen.
+
+        Last of all, since it works in the chunk's own memory; values may be without their signs.
+        """
+        owned = chunk.sums[len(chunk.members) :]
+        if lanes.device.type == "cpu":  # elsewhere the question would wait for the answer
+            some = torch.mv(owned, ((lanes[:, ::_SAMPLED] & _BELOW_FP16).amax(1) != 0).double())
+            if some.all():
+                wide.index_add_(0, chunk.members, some[:, None].expand(-1, 2))
+                return
+        below = lanes.bitwise_and_(_BELOW_BF16).amax(1)  # amax, since any is several times slower
+        lost = values.sub_(values.half()).abs_().amax(1)  # NaN where a value is infinite: not held either
+        rows = torch.stack([below != 0, lost != 0], 1)
+        wide.index_add_(0, chunk.members, torch.mm(owned, rows.double()))
 
     def _fill(self, chunk: _Ready, tensors: Sequence[Tensor], values: Tensor, lanes: Tensor) -> None:
         """Lay the elements where their positions in their parameters are, zeros where the chunk has none of them."""

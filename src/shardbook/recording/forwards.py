@@ -2,12 +2,13 @@
 
 A forward counts where gradients are enabled and its output has a floating tensor that requires one. Those between two calls of
 ``Recorder.step`` are the micro-batches of the step to come. Hooks on the module see whatever wraps it (DDP, FSDP2, DeepSpeed,
-trainers) call it; they leave inputs and outputs alone. Not seen: what runs inside of a graph that torch.compile has made, forwards
-within ``torch.func``, and recomputation, which is no forward of its own.
+trainers) call it; they leave inputs and outputs alone. Not seen: calls inside of a graph that torch.compile has made (give the
+compiled module to `record`, and the calls of that are), forwards within ``torch.func``, and recomputation, which is no forward of its
+own.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 
+from shardbook.ledger.peers_naming import local
 from shardbook.recording.batches import Facts, facts_of, leaves, num_rows_of
 from shardbook.recording.fingerprint import Extent, Plan, Prints
 from shardbook.recording.fragments import flat
+from shardbook.recording.layouts import Recorded
 from shardbook.recording.micro_batches import OUTPUT, OUTPUT_GRADIENT
 from shardbook.recording.surroundings import generators
 from shardbook.recording.taking import type_name
@@ -36,7 +39,7 @@ class Forward:
     """One forward as it comes together. Numbers are 0-d tensors until they are written."""
 
     inputs: list[Facts]
-    num_rows: int | None
+    num_rows: int
     learning_rates: list[Any]
     evaluating: int
     autocast: str | None
@@ -57,10 +60,11 @@ class Forward:
 
 @dataclass(slots=True)
 class Forwards:
-    """The forwards of one step, and the hash of the generators' state before the first."""
+    """The forwards of one step, and the hash of the generators' state before the first and after the last."""
 
     each: list[Forward] = field(default_factory=list[Forward])
     generators: int | None = None
+    generators_after: int | None = None
 
     def rows(self) -> Iterator[Rows]:
         """Fingerprints of outputs and of their gradients. Rows are named by the number of the forward."""
@@ -74,24 +78,24 @@ class Forwards:
 
 
 class Watch:
-    """Hooks on ``module``, until `close`.
+    """Hooks on the outermost recorded module, until `close`.
 
     Args:
-        module: the outermost recorded one.
-        groups: the optimizer's parameter groups.
+        run: what is recorded.
         is_complete: whether the step to come is, so that outputs are fingerprinted.
     """
 
-    def __init__(self, module: nn.Module, groups: Callable[[], Iterable[Mapping[str, Any]]], is_complete: Callable[[], bool]) -> None:
-        self._groups, self._is_complete = groups, is_complete
+    def __init__(self, run: Recorded, is_complete: Callable[[], bool]) -> None:
+        module = run.module
+        self._stepper, self._is_complete = run.stepper, is_complete
         self._modules = list(module.modules())
         self._device = next((parameter.device.type for parameter in module.parameters()), "cpu")
         self._forwards = Forwards()
         self._current: Forward | None = None
         # first of all, so that inputs are seen as they were given; an engine may cast them
         self._handles: list[Any] = [
-            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._leave),
+            run.called.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+            run.called.register_forward_hook(self._leave),
         ]
         leaf = _first_leaf(module)
         if leaf is not None:
@@ -117,8 +121,8 @@ class Watch:
         given = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
         self._current = Forward(
             inputs=[facts for tensor in given if (facts := _facts_of(tensor)) is not None],
-            num_rows=_num_rows_of(given),
-            learning_rates=[_rate(group) for group in self._groups()],
+            num_rows=num_rows_of([tensor for tensor in given if not tensor.is_nested]),
+            learning_rates=[_rate(group) for group in self._stepper.param_groups],
             evaluating=sum(not module.training for module in self._modules),
             autocast=self._autocast(),
         )
@@ -138,7 +142,8 @@ class Watch:
         if first is None:
             return
         self._forwards.each.append(forward)
-        if self._is_complete():
+        self._forwards.generators_after = generators()
+        if self._is_complete() and _is_plain(local(first)):
             with contextlib.suppress(Exception):  # an output that can't be hashed is still one
                 _watch_output(forward, first)
 
@@ -149,16 +154,13 @@ class Watch:
 def _watch_output(forward: Forward, output: Tensor) -> None:
     """Fingerprint a sample of it, and the same of its gradient when that comes."""
     with torch.no_grad():
-        sample = _sample(output)
-        prints = _prints(sample)
-        if not _has_value(prints.squares):
-            return
-        forward.output, forward.sampled = prints, (sample.numel(), sample.dtype)
+        sample = _sample(local(output))
+        forward.output, forward.sampled = _prints(sample), (sample.numel(), sample.dtype)
 
     def arrived(gradient: Tensor) -> None:
         with contextlib.suppress(Exception), torch.no_grad():
-            mine = _sample(gradient)
-            if _has_value(mine):
+            if _is_plain(gradient := local(gradient)):
+                mine = _sample(gradient)
                 forward.gradient = mine.clone() if forward.gradient is None else forward.gradient.add_(mine)
 
     output.register_hook(arrived)
@@ -175,23 +177,22 @@ def _is_of_training() -> bool:
 
 
 def _facts_of(tensor: Tensor) -> Facts | None:
-    """None where the tensor can't be hashed: nested, say, or without values."""
+    """None where the tensor can't be hashed."""
+    if not _is_plain(tensor):
+        return None
     try:
-        facts = facts_of(tensor)
+        return facts_of(tensor)
     except Exception:  # noqa: BLE001 - recording must not end a run
         return None
-    return facts if _has_value(facts.hash) and (facts.valid is None or _has_value(facts.valid)) else None
 
 
-def _num_rows_of(tensors: list[Tensor]) -> int | None:
-    try:
-        return num_rows_of(tensors)
-    except Exception:  # noqa: BLE001 - a nested tensor has no shape
-        return None
-
-
-def _has_value(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not tensor.is_meta
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is values in memory and no more: torch reads quantized tensors, say, as bits that are not there."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    )
 
 
 def _rate(group: Mapping[str, Any]) -> Any:

@@ -20,6 +20,7 @@ class Recorded:
 
     Args:
         engine: ``"plain"``, ``"ddp"``, ``"fsdp2"``, ``"deepspeed k"`` or ``"shardbook stage k"``.
+        called: what is called in a forward: the module, or what torch.compile made of it, inside of which nothing can be seen.
         stepper: torch's optimizer, whose step is watched.
         steps_in_parts: the optimizer's step is called several times in a step, once per group.
         sums: gradients are sums over ranks and micro-batches, which the step divides by the total weight.
@@ -29,6 +30,7 @@ class Recorded:
 
     engine: str
     module: nn.Module
+    called: nn.Module
     stepper: Any
     layout: Layout
     parameters: list[Described]
@@ -51,17 +53,28 @@ def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
         optimizer = getattr(model, "optimizer", None)  # the engine's own
     if optimizer is None:
         raise ConfigError("record: optimizer is None; pass the optimizer that updates the model, as built or as the engine gave it back")
-    parameters = describe(module)
+    parameters, called = describe(module), _called(model, module)
     if passes is not None:
         layout = ShardbookLayout(passes, optimizer)
         return Recorded(
-            engine=engine, module=module, stepper=optimizer, layout=layout, parameters=parameters, sums=True, divisor=layout.divisor
-        )
+            engine=engine, module=module, called=called, stepper=optimizer, layout=layout, parameters=parameters, sums=True,
+            divisor=layout.divisor,
+        )  # fmt: skip
     if peers_deepspeed.is_zero(optimizer):
         third = engine == "deepspeed 3"
         layout = ShardLayout(module, optimizer, rank) if third else PartitionLayout(module, optimizer)
         return Recorded(
-            engine=engine, module=module, stepper=optimizer.optimizer, layout=layout, parameters=parameters, steps_in_parts=True
-        )
+            engine=engine, module=module, called=called, stepper=optimizer.optimizer, layout=layout, parameters=parameters,
+            steps_in_parts=True,
+        )  # fmt: skip
     layout = TorchLayout(module, optimizer)
-    return Recorded(engine=engine, module=module, stepper=optimizer, layout=layout, parameters=parameters)
+    return Recorded(engine=engine, module=module, called=called, stepper=optimizer, layout=layout, parameters=parameters)
+
+
+def _called(model: Any, module: nn.Module) -> nn.Module:
+    layer = model
+    while isinstance(layer, nn.Module) and layer is not module:
+        if type(layer).__name__ == "OptimizedModule":
+            return layer
+        layer = getattr(layer, "module", None)
+    return module

@@ -32,8 +32,8 @@ class MicroBatch:
 
     Args:
         inputs: the tensors it was given: positional ones in their order, then keyword arguments sorted by name. What can't be hashed
-            (sparse and nested tensors) is left out.
-        num_rows: of the first of them that has any; None where that has no shape.
+            (sparse, nested and quantized tensors, subclasses) is left out.
+        num_rows: of the first of them that has any.
         learning_rates: of the optimizer's parameter groups at that time.
         evaluating: modules that were in evaluation mode.
         autocast: the type that autocast was computing in, None where it was off.
@@ -44,7 +44,7 @@ class MicroBatch:
     """
 
     inputs: tuple[TensorFacts, ...]
-    num_rows: int | None
+    num_rows: int
     learning_rates: tuple[float, ...]
     evaluating: int
     autocast: str | None

@@ -72,6 +72,7 @@ class Step:
         given: by rank, the tensors of each micro-batch, in the order of their containers: what was passed as ``batch=``.
         micro_batches: by rank, the forwards that were made for this step.
         rng, rng_before: by rank, hash of the random generators' state at ``Recorder.step``, and at the first forward.
+        rng_forward: the same when the last forward had ended: backward draws no random numbers that it doesn't give back.
         divisors: by rank, its part of what the engine will divide its sum of gradients by; None where the engine doesn't say.
         groups: the parameter groups' settings in force, and their parameters, by rank.
         phases: phase -> parameter -> its fingerprint, the parts of all ranks put together, each element once. ``before`` is always
@@ -93,6 +94,7 @@ class Step:
     micro_batches: tuple[tuple[MicroBatch, ...], ...] = ()
     rng: tuple[int | None, ...] = ()
     rng_before: tuple[int | None, ...] = ()
+    rng_forward: tuple[int | None, ...] = ()
     divisors: tuple[float | None, ...] = ()
     phases: dict[str, dict[str, Fingerprint]] = field(default_factory=dict[str, dict[str, Fingerprint]])
     parts: dict[str, dict[str, list[Part]]] = field(default_factory=dict[str, dict[str, list[Part]]])
@@ -184,6 +186,7 @@ class Record:
             micro_batches=tuple(micro_batches(one.about, one.forwards) for one in ranks),
             rng=tuple(one.about.get("rng") for one in ranks),
             rng_before=tuple(one.about.get("rng_before") for one in ranks),
+            rng_forward=tuple(one.about.get("rng_forward") for one in ranks),
             divisors=tuple(_number(one.about.get("divisor")) for one in ranks),
         )
         for rank, one in enumerate(ranks):

@@ -111,7 +111,7 @@ class Recorder:
         self._take_weights(start)
         self._take(start, "buffer", self._buffers())
         self._writer.add(start)
-        self._forwards = Watch(self._run.module, lambda: self._run.stepper.param_groups, lambda: self._is_complete(self._number + 1))
+        self._forwards = Watch(self._run, lambda: self._is_complete(self._number + 1))
         self._handles = [
             self._run.stepper.register_step_pre_hook(self._before_optimizer),
             self._run.stepper.register_step_post_hook(self._after_optimizer),
@@ -222,6 +222,7 @@ class Recorder:
             "forwards": [forward.scalars() for forward in forwards.each],
             "rng": generators(),
             "rng_before": forwards.generators,
+            "rng_forward": forwards.generators_after,
             "divisor": kept(self._run.divisor()),
         }
         entry.rows += forwards.rows()

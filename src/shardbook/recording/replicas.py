@@ -110,8 +110,9 @@ def _raise_if_different(names: Sequence[str], rows: Sequence[Sequence[int]], ste
     name, ranks = names[different[0]], _odd_ones(hashes)
     at = "" if step is None else f"step {step}: "
     more = f"; so do {len(different) - 1} further parameters of {len(names)}" if len(different) > 1 else ""
-    raise ReplicaError(f"{at}replicas of {name!r} have drifted apart: {_who(hashes, ranks)}{more}. Something wrote to it on one rank alone, "
-                       f"or that rank's arithmetic differs", step=step, parameter=name, ranks=ranks)  # fmt: skip
+    why = "Something wrote to it on one rank alone, or that rank's arithmetic differs"
+    message = f"{at}replicas of {name!r} have drifted apart: {_who(hashes, ranks)}{more}. {why}"
+    raise ReplicaError(message, step=step, parameter=name, ranks=ranks)
 
 
 def _odd_ones(hashes: Sequence[int]) -> tuple[int, ...]:

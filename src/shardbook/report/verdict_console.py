@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -30,7 +30,7 @@ def parts(verdict: Verdict) -> Iterator[RenderableType]:
     if verdict.losses:
         yield _losses(verdict)
     if verdict.phases:
-        yield _grid(verdict)
+        yield Group(_grid(verdict), Text(words.KEY, style="dim"))
         yield from _details(verdict)
     if verdict.notes:
         yield Text("\n".join(f"note: {note}" for note in verdict.notes))
@@ -57,7 +57,7 @@ def _losses(verdict: Verdict) -> Table:
 
 def _grid(verdict: Verdict) -> Table:
     phases, rows = words.grid_rows(verdict)
-    table = Table(title="deviation by step and phase", title_justify="left", caption=words.KEY, caption_justify="left")
+    table = Table(title="deviation by step and phase", title_justify="left")
     for name in ("step", *phases):
         table.add_column(name, justify="right", no_wrap=True)
     for step, found in rows:

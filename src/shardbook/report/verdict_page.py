@@ -32,7 +32,7 @@ def _cards(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
         yield "broken rule", verdict.rule, f"{first[0].title}, {first[0].confidence} sure" if first else ""
     if verdict.step is not None:
         name = "they part at" if verdict.kind == "different" else "farthest at"
-        size = f"deviation {words.number(verdict.deviation)}, bound {words.number(verdict.bound)}"
+        size = f"deviation {words.number(verdict.deviation)}, bound {words.limit(verdict.bound)}"
         place = ", ".join(filter(None, (words.step_name(verdict.step, lower=True), verdict.phase)))
         yield name, place, f"{verdict.parameter}: {size}" if verdict.parameter else size
 
@@ -78,7 +78,7 @@ def _pictures(verdict: Verdict) -> Iterator[str]:
         yield markup.text("p", _DEVIATIONS, "soft")
     for phase in words.PHASES:
         if worst := max((one for one in finite if one.phase == phase), key=lambda one: one.deviation, default=None):
-            size = f"largest deviation {words.number(worst.deviation)} in step {worst.step}, bound there {words.number(worst.bound)}"
+            size = f"largest deviation {words.number(worst.deviation)} in step {worst.step}, bound there {words.limit(worst.bound)}"
             yield markup.text("h3", f"{phase}: {words.MEANINGS[phase]}")
             yield markup.picture(verdict_charts.deviations(verdict, phase), f"Deviation and bound over the steps: {size}", size)
 

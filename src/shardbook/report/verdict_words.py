@@ -13,13 +13,13 @@ NUM_STEPS = 8
 """Steps that a table shows of a long run."""
 
 MEANINGS: Mapping[Phase, str] = {
-    "data": "what each rank was given",
-    "forward": "loss, and the weights it was computed with",
-    "backward": "gradients of each rank",
-    "reduce": "gradients after reduction",
+    "data": "what the ranks were given",
+    "forward": "the loss, and what the model gave",
+    "backward": "gradients, as they are when the step is recorded",
+    "reduce": "gradients that several ranks hold of the same elements",
     "clip": "gradients as the optimizer finds them",
-    "update": "what the optimizer did to the weights, and with which settings",
-    "state": "optimizer state and buffers after the step",
+    "update": "what the optimizer did to the weights, and its settings",
+    "state": "optimizer state and buffers, and weights that change between steps",
 }
 
 KEY = "= same bits; a number is the deviation, within its bound; ! beyond its bound"
@@ -136,7 +136,12 @@ DETAIL_HEADS = ("phase", "deviation", "bound", "of the bound", "worst in", "comp
 
 
 def detail_rows(verdict: Verdict) -> tuple[str, list[tuple[str, ...]]]:
-    """The step in question (where they part, else where they are farthest, else the last), and its phases one by one."""
+    """The step in question (where they part, else where they are farthest, else the last), and its phases one by one.
+
+    Nothing where all have the same bits.
+    """
+    if verdict.kind == "identical":
+        return "", []
     found = by_place(verdict)
     last = max((step for step, _ in found), default=None)
     step = last if verdict.step is None else verdict.step
@@ -148,16 +153,25 @@ def _detail(one: PhaseResult) -> tuple[str, ...]:
     place = ", ".join(filter(None, [one.parameter or "", "" if one.rank is None else f"rank {one.rank}"]))
     if one.same_bits and not one.exceeds:
         return one.phase, "same bits", "", "", "", str(one.num_compared)
-    return one.phase, cell(one), number(one.bound), _share(one.deviation, one.bound), place, str(one.num_compared)
+    return one.phase, cell(one), limit(one.bound), _share(one.deviation, one.bound), place, str(one.num_compared)
 
 
 def number(value: float) -> str:
-    """A deviation or a bound: three digits are enough.
+    """A deviation: three digits are enough.
 
     >>> number(0.0), number(0.25), number(1.23456e-7), number(float("nan"))
     ('0', '0.25', '1.23e-07', 'not finite')
     """
     return f"{value:.3g}" if abs(value) < float("inf") else "not finite"
+
+
+def limit(bound: float) -> str:
+    """A bound; nothing bounds what follows from an earlier difference in ways that can't be told.
+
+    >>> limit(2e-7), limit(float("inf"))
+    ('2e-07', 'none')
+    """
+    return number(bound) if bound < float("inf") else "none"
 
 
 def loss(value: float | None) -> str:
@@ -171,8 +185,9 @@ def step_name(step: int, *, lower: bool = False) -> str:
 
 
 def facts(verdict: Verdict) -> Sequence[tuple[str, str]]:
-    """What was compared, and where bounds come from."""
-    named = (("candidate", verdict.candidate), ("baseline", verdict.baseline), ("bounds", verdict.bound_origin))
+    """What was compared, and where bounds come from; those of same bits matter to nobody."""
+    bounds = "" if verdict.kind == "identical" else verdict.bound_origin
+    named = (("candidate", verdict.candidate), ("baseline", verdict.baseline), ("bounds", bounds))
     return [(name, words) for name, words in named if words]
 
 
@@ -196,12 +211,14 @@ def _times(deviation: float, bound: float) -> str:
 def _share(deviation: float, bound: float) -> str:
     """How much of its bound a deviation is.
 
-    >>> _share(0.5, 1.0), _share(2e-3, 1e-6), _share(1.0, 0.0), _share(1.0, 1e-9)
-    ('50%', '2,000 times', '', '1e+09 times')
+    >>> _share(0.5, 1.0), _share(2e-3, 1e-6), _share(1.0, 0.0), _share(1.0, 1e-9), _share(1e-4, 1.0)
+    ('50%', '2,000 times', '', '1e+09 times', '<1%')
     """
     share = deviation / bound if bound > 0 else float("nan")
     if not share < float("inf"):
         return ""
+    if share < 0.01:
+        return "<1%" if share else "0%"
     return f"{share:.2g} times" if share >= 1e6 else f"{share:,.0f} times" if share >= 10 else f"{share:.0%}"
 
 

@@ -83,8 +83,8 @@ class PlainLoop:
                 losses.append(self.model(*batch)[0])
         if not torch.equal(*losses):
             raise ConfigError(
-                "the same batch gives two losses although torch's generators were seeded alike before each: the model draws from others, or "
-                "its kernels are not deterministic; no run can be compared with another, so drop the check, or let it draw from torch's"
+                "the same batch gives two losses although torch's generators were seeded alike before each: the model draws random numbers "
+                "elsewhere, or its kernels are not deterministic; let it draw from torch's generators, or drop the check"
             )
 
     def step(self, batches: Sequence[Sequence[Sequence[Any]]], loss_scale: float, seed: Seeding = unseeded) -> PlainReport:
@@ -111,7 +111,7 @@ class PlainLoop:
                 inner_sum = _add(inner_sum, part)
             total = _add(total, inner_sum or [])
         gradients = [None if g is None else g.to(self._grad_dtype) for g in total or []]
-        loss, weight = _left_to_right(losses), _left_to_right(weights)
+        loss, weight = self._totals(losses, weights)
         if self.recorder is not None:
             self._record(self.recorder, gradients, loss, weight, loss_scale, given)
         return self._apply(gradients, loss, weight, loss_scale)
@@ -154,14 +154,25 @@ class PlainLoop:
         """What the optimizer updates."""
         return self.masters or list(self.model.parameters())
 
+    def _totals(self, losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+        """Loss and weight of the step, from those of the ranks."""
+        return _left_to_right(losses), _left_to_right(weights)
+
+    def _norm(self, gradients: Part, divisor: float) -> float:
+        """Of the objective's gradient."""
+        return self._rounded(math.sqrt(_left_to_right(float(g.double().square().sum()) for g in gradients if g is not None))) / divisor
+
     def _part(self, batch: Sequence[Any], loss_scale: float) -> tuple[float, float, Part]:
         """Loss, weight and gradients of one micro-batch."""
         loss_sum, weight = self.model(*batch)
         (loss_sum * loss_scale if loss_scale != 1.0 else loss_sum).backward()
+        return float(loss_sum.detach()), float(weight), self._take_gradients()
+
+    def _take_gradients(self) -> Part:
         dtype = _TYPES[self.config.precision.reduce]
         part: Part = [None if p.grad is None else p.grad.to(dtype) for p in self.model.parameters()]
         self.model.zero_grad(set_to_none=True)
-        return float(loss_sum.detach()), float(weight), part
+        return part
 
     def _record(
         self, recorder: Recorder, gradients: Part, loss: float, weight: float, loss_scale: float, given: list[Sequence[Any]]
@@ -175,8 +186,7 @@ class PlainLoop:
     def _apply(self, gradients: Part, loss_sum: float, weight: float, loss_scale: float) -> PlainReport:
         """One scale for all, in float64 until its one rounding; then the optimizer, and the masters cast into the model."""
         loss = loss_sum / weight
-        raw = self._rounded(math.sqrt(_left_to_right(float(g.double().square().sum()) for g in gradients if g is not None)))
-        norm = raw / (weight * loss_scale)
+        norm = self._norm(gradients, weight * loss_scale)
         clip = self.config.clip_grad_norm
         clip_factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
         applied = math.isfinite(norm) and math.isfinite(loss)

@@ -22,6 +22,7 @@ from shardbook.train.baseline import PlainLoop
 from shardbook.train.books import Books
 from shardbook.train.compare import Comparison
 from shardbook.train.optimizer import build_optimizer, build_scheduler
+from shardbook.train.plain_memory import check_plain_fits
 from shardbook.train.prepare import build_batches, build_model, build_sharded_model, read_same_text
 from shardbook.train.recipe import Recipe
 from shardbook.train.seeding import seeding
@@ -143,6 +144,8 @@ class Training:
         return [[self.micro(step, rank, j) for j in micro] for rank in range(self.world.num_ranks)]
 
     def _build_plain(self) -> PlainLoop:
+        remedy = "drop run.check_baseline; shardbook verify --units compares chosen units, one at a time"
+        check_plain_fits(self.recipe, self.device, remedy=remedy)
         plain = build_plain(self.recipe, self.device)
         plain.check_repeatable(self.micro(1, 0, 0), seeding(self.recipe.run.seed, 1))
         return plain

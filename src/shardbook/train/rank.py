@@ -63,8 +63,8 @@ class Failure:
         )
 
     def describe(self, rank: int) -> str:
-        """One line: whose, what, and where. A wrong setting is nobody's in particular."""
-        if self.exit_code == WRONG_USAGE:
+        """One line: whose, what, and where. A wrong setting is nobody's in particular, nor are replicas that differ."""
+        if self.exit_code == WRONG_USAGE or self.kind == "ReplicaError":
             return self.message
         return f"rank {rank} raised {self.kind}: {self.message} ({self.place})"
 

@@ -129,6 +129,7 @@ def build_recipe(file: Mapping[str, Sourced], options: Mapping[str, Sourced]) ->
     built |= {table: _build(table, completed, faults) for table in ("batch", "zero")}
     if faults:
         raise ConfigError("\n".join(faults))
+    _check_replicas(given, built["run"], built["zero"])
     model_file = Path(given[_MODEL_FILE].value) if _MODEL_FILE in given else None
     return Recipe(model_file=model_file, given=given, derived=tuple(_NUMBERS[name] for name in numbers.derived), **built)
 
@@ -217,6 +218,16 @@ def _check_model(given: Mapping[str, Sourced]) -> None:
         raise ConfigError(
             f"{', '.join(sizes)}: no effect beside {_MODEL_FILE} ({given[_MODEL_FILE].origin}), which has its own sizes; leave one out"
         )
+
+
+def _check_replicas(given: Mapping[str, Sourced], run: RunSettings, zero: ZeroConfig) -> None:
+    """A comparison of replicas where there are none would find nothing for ever."""
+    if not run.check_replicas or (zero.stage < 3 and run.ranks > 1):
+        return
+    why = "stage 3 leaves no parameter on two ranks" if zero.stage == 3 else "one rank has no replicas"
+    remedy = "use --stage 2, or leave it out" if zero.stage == 3 else "leave it out"
+    origin = given["run.check_replicas"].origin
+    raise ConfigError(f"run.check_replicas = {run.check_replicas} ({origin}): no effect, as {why}; {remedy}")
 
 
 def _numbers(given: Mapping[str, Sourced], ranks: int, zero: ZeroConfig) -> BatchNumbers:

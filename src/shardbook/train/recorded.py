@@ -20,6 +20,7 @@ from shardbook.recording.record import record
 from shardbook.train.baseline import PlainLoop
 from shardbook.train.devices import choose_device, process_group
 from shardbook.train.loop import Training, build_plain, open_training
+from shardbook.train.plain_memory import check_plain_fits
 from shardbook.train.prepare import build_batches, read_same_text
 from shardbook.train.recipe import Recipe, Sourced, build_recipe
 from shardbook.train.seeding import seeding
@@ -43,11 +44,19 @@ def record_request(job: Mapping[str, Any]) -> list[float] | None:
     recipe = build_recipe({}, {name: Sourced(**given) for name, given in job["recipe"].items()})
     world, folder, steps = find_world(os.environ) or ALONE, Path(job["folder"]), int(job["steps"])
     device = choose_device(recipe.run.device, world)
+    if job["variants"]:
+        _check_fits(recipe, device, job["variants"])
     scales = record_run(recipe, world, device, folder / RUN, steps) if job["run"] else job.get("scales")
     if world.rank == 0:
         for variant in job["variants"]:
             record_plain(recipe, device, folder / variant, steps, scales=scales, variant=variant)
     return scales
+
+
+def _check_fits(recipe: Recipe, device: torch.device, variants: Sequence[str]) -> None:
+    """Before the run, which gives back all that it holds. Every rank comes to the same."""
+    remedy = 'compare chosen units, one at a time: units=("blocks.0",), or --units blocks.0'
+    check_plain_fits(recipe, device, remedy=remedy, precision=_DOUBLE if DOUBLE in variants else None)
 
 
 def record_run(recipe: Recipe, world: World, device: torch.device, folder: Path, steps: int) -> list[float]:

@@ -129,7 +129,9 @@ def _check(asked: Asked, candidate: Source | None, baseline: Source | None, reru
             f"itself, and a record has the types that it has"
         )
     if reruns and (baseline is None or isinstance(baseline, Recipe) or (callable(baseline) and not isinstance(baseline, Record))):
-        raise ConfigError("verify: reruns: of a baseline that is a record; a recipe and a callable are run again by themselves; leave it out")
+        raise ConfigError(
+            "verify: reruns: of a baseline that is a record; a recipe and a callable are run again by themselves; leave it out"
+        )
 
 
 def _candidate(source: Source | None, asked: Asked, place: Path) -> Found:

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from shardbook.recording.prints import Fingerprint, difference
 from shardbook.recording.read import Record, Step
 from shardbook.verifying.closeness import Closeness, Together, closeness, together
+from shardbook.verifying.forwards import Matched, matched
 from shardbook.verifying.pairing import Names, Pair, divisor_of, total_weight
+from shardbook.verifying.verdict import PhaseResult
 
 Unit = Literal["engine", "found", "sum"]
 """What a recorded gradient is: the engine's own sum, as the loop wants it, or a sum over the weights that the loop divides later."""
@@ -175,6 +177,7 @@ class Case:
         records: candidate and baseline.
         steps: facts of the steps that were kept: the first ones, and those around the first divergence.
         first: number of the step in which the two first differ by more than rounding.
+        divergence: where in it.
         rates: learning rate of each parameter, by step, of the candidate and of the baseline.
     """
 
@@ -183,6 +186,7 @@ class Case:
     units: tuple[Unit, Unit] = ("found", "found")
     steps: dict[int, Facts] = field(default_factory=dict[int, Facts])
     first: int = 0
+    divergence: PhaseResult | None = None
     rates: tuple[list[dict[str, float]], list[dict[str, float]]] = field(
         default_factory=lambda: (list[dict[str, float]](), list[dict[str, float]]())
     )
@@ -211,6 +215,21 @@ class Case:
     def num_micro_batches(self) -> tuple[int, int]:
         """Of all ranks in the step of the first divergence, as far as it is known; 0: unknown."""
         return num_micro_batches(self.here.pair.candidate), num_micro_batches(self.here.pair.baseline)
+
+    @cached_property
+    def forwards(self) -> list[Matched]:
+        """Micro-batches of that step that both runs have."""
+        return matched(self.here.pair)
+
+    @property
+    def same_outputs(self) -> bool | None:
+        """Whether the model gave the same for the same; None where that isn't recorded."""
+        known = [one.output.same for one in self.forwards if one.output is not None and one.same_inputs]
+        return all(known) if known else None
+
+    def at(self, *phases: str) -> bool:
+        """Whether the first divergence is in one of these."""
+        return self.divergence is not None and self.divergence.phase in phases
 
     @cached_property
     def per_rank(self) -> int:

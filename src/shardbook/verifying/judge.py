@@ -69,6 +69,7 @@ def _walk(case: Case, bounds: Bounds, number: int) -> tuple[list[PhaseResult], l
             losses.append((pair.number, objective(pair.candidate), objective(pair.baseline)))
         if diverged is None and any(one.exceeds for one in found):
             diverged = case.first = pair.number
+            case.divergence = next(one for one in found if one.exceeds)
         _forget(case, pair.number, diverged)
         previous = pair
     return phases, losses

@@ -1,0 +1,116 @@
+"""What happens between the gradient and the optimizer's step."""
+
+import math
+from collections.abc import Iterator
+
+from shardbook.recording.read import Step
+from shardbook.verifying.case import Case, Facts, norm_of, own_factor
+from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
+from shardbook.verifying.pairing import total_weight
+
+_SAME = 1e-4
+
+
+def factors(facts: Facts) -> tuple[float, float] | None:
+    """What each run multiplies the objective's gradient by before it steps; 1 where it doesn't clip."""
+    mine, theirs = (own_factor(step) for step in facts.sides)
+    return None if mine is None or theirs is None else (mine * facts.divisors[0], theirs * facts.divisors[1])
+
+
+def per_rank(case: Case) -> Iterator[Finding]:
+    """Each rank clips what it has by that part's norm."""
+    here = case.here
+    mine, theirs = (_by_rank(step) for step in here.sides)
+    if len(mine) > 1 and _unequal(mine) > 1e-3 and (len(theirs) < 2 or _unequal(theirs) < _SAME):
+        each = ", ".join(f"rank {rank} {factor:.4g}" for rank, factor in sorted(mine.items()))
+        yield Finding("clip.per_rank", CERTAIN, f"step {here.number}: ranks scale their parts of one gradient by different factors: {each}")
+    both, found = factors(here), here.gradients
+    if both is None or found is None or not case.at("backward", "reduce", "clip"):
+        return
+    clipped, gradient = norm_of(here.pair.baseline.phases["stepped"]), norm_of(here.pair.candidate.phases["gradient"]) / here.divisors[0]
+    active = both[1] < 1 - _SAME
+    many = max(max(case.num_ranks), max(case.num_micro_batches)) > 1
+    if active and many and found.ratio < 1 and gradient <= clipped * 1.001 and both[0] > 1 - _SAME and case.same_outputs is not False:
+        sure = LIKELY if found.rest > 1e-4 else PLAUSIBLE
+        yield Finding(
+            "clip.per_rank", sure,
+            f"step {here.number}: the gradient's norm is {gradient:.4g} before clipping, within the limit of {clipped:.4g} already: parts were "
+            f"clipped before they were added",
+        )  # fmt: skip
+
+
+def before_unscale(case: Case) -> Iterator[Finding]:
+    """A gradient that still carries a scale is held against the limit, and is divided by the scale afterwards."""
+    both, here = factors(case.here), case.here
+    if both is None or not case.at("clip", "backward") or not both[0] < 1 - _SAME:
+        return
+    stepped = here.stepped_together
+    mine, theirs = (norm_of(step.phases["stepped"]) for step in here.sides)
+    if stepped is None or stepped.rest > 0.05 or not theirs or stepped.ratio >= 1:
+        return
+    over = theirs / mine
+    weight = total_weight(here.pair.baseline)
+    numbers = [("the total weight", weight or 0.0), ("micro-batches", max(case.num_micro_batches)), ("ranks", max(case.num_ranks)),
+               ("micro-batches of a rank", case.per_rank), ("the engine's divisor", here.divisors[0])]  # fmt: skip
+    named = [what for what, number in numbers if number > 1 and abs(over / number - 1.0) < 2e-3]
+    power = over > 3 and abs(math.log2(over) - round(math.log2(over))) < 2e-3
+    if both[1] < 1 - _SAME and (named or power):
+        what = named[0] if named else "a power of two, as loss scales are"
+        yield Finding(
+            "clip.before_unscale", CERTAIN if power or over > 4 else LIKELY,
+            f"step {here.number}: what is stepped on has a norm of {mine:.4g}, the limit of {theirs:.4g} divided by {over:.5g} ({what})",
+        )  # fmt: skip
+    elif both[0] < both[1] - _SAME and over > 1.5:
+        steady = _steady(case, 0)
+        sure = PLAUSIBLE + 0.05 if both[1] < 1 - _SAME else POSSIBLE
+        yield Finding(
+            "clip.before_unscale", sure if not steady else sure - 0.1,
+            f"step {here.number}: what is stepped on is {over:.4g} times smaller than the baseline's, in every parameter alike",
+        )  # fmt: skip
+
+
+def unexpected(case: Case) -> Iterator[Finding]:
+    """Clipping where the baseline does none, or to another limit."""
+    both, here = factors(case.here), case.here
+    if both is None or not case.at("clip"):
+        return
+    mine = norm_of(here.pair.candidate.phases["stepped"])
+    if both[0] < 1 - _SAME and abs(both[1] - 1.0) < _SAME:
+        round_limit = abs(mine - 1.0) < 1e-3 or _steady(case, 0)
+        yield Finding(
+            "clip.unexpected", CERTAIN if round_limit else LIKELY,
+            f"step {here.number}: the gradient is scaled by {both[0]:.4g} to a norm of {mine:.4g}; the baseline doesn't clip",
+        )  # fmt: skip
+    elif both[0] < 1 - _SAME:
+        theirs = norm_of(here.pair.baseline.phases["stepped"])
+        yield Finding("clip.unexpected", PLAUSIBLE, f"step {here.number}: clipped to a norm of {mine:.4g}, in the baseline to {theirs:.4g}")
+    elif both[1] < 1 - _SAME:
+        yield Finding(
+            "clip.unexpected", POSSIBLE, f"step {here.number}: not clipped, where the baseline's gradient is scaled by {both[1]:.4g}"
+        )
+
+
+def _steady(case: Case, side: int) -> bool:
+    """Whether what is stepped on has the same norm in several steps, as it has at a limit."""
+    steps = [facts.sides[side] for facts in case.steps.values() if facts.number >= case.here.number]
+    norms = [norm_of(step.phases["stepped"]) for step in steps if "stepped" in step.phases]
+    return len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms)
+
+
+def _by_rank(step: Step) -> dict[int, float]:
+    """Each rank's factor from its parts of the gradient to what it steps on."""
+    before, after = _squares(step, "gradient"), _squares(step, "stepped")
+    return {rank: math.sqrt(after[rank] / before[rank]) for rank in before if before[rank] > 0 and after.get(rank)}
+
+
+def _squares(step: Step, phase: str) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for parts in step.parts.get(phase, {}).values():
+        for part in parts:
+            found[part.rank] = found.get(part.rank, 0.0) + part.fingerprint.squares
+    return found
+
+
+def _unequal(by_rank: dict[int, float]) -> float:
+    largest = max(by_rank.values())
+    return (largest - min(by_rank.values())) / largest if largest else 0.0

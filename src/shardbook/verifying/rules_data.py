@@ -1,0 +1,233 @@
+"""What the optimizer was given: micro-batches that are missing or come twice, and how the loss weighs tokens."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from shardbook.recording.read import Step
+from shardbook.verifying.case import Case, num_micro_batches
+from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
+from shardbook.verifying.forwards import Matched, varies
+from shardbook.verifying.pairing import objective, total_weight
+
+_EXACT = 2e-3
+
+
+def micro_batch_dropped(case: Case) -> Iterator[Finding]:
+    """A micro-batch that only the baseline has, or that was never propagated back."""
+    mine, theirs = (_keys(step) for step in case.here.sides)
+    lost, added = theirs - mine, mine - theirs
+    if mine and lost and not added:
+        lacking, total = lost.total(), theirs.total()
+        yield Finding(
+            "data.micro_batch_dropped", CERTAIN,
+            f"step {case.here.number}: {lacking} of the baseline's {total} micro-batches went into none of the candidate's",
+        )  # fmt: skip
+    silent = [one for one in case.forwards if one.baseline.output_gradient is not None and one.candidate.output_gradient is None]
+    if silent and len(silent) < len(case.forwards):
+        yield Finding(
+            "data.micro_batch_dropped", CERTAIN,
+            f"step {case.here.number}: {len(silent)} of {len(case.forwards)} micro-batches had a forward and no backward",
+        )  # fmt: skip
+    found = case.here.gradients
+    if (
+        not silent
+        and mine == theirs
+        and case.at("backward")
+        and found
+        and 0.05 < found.rest
+        and found.ratio < 1
+        and max(case.num_ranks) == 1
+    ):
+        if sum(case.num_micro_batches) > 2 and case.same_outputs and _gradients_alike(case.forwards):
+            yield Finding(
+                "data.micro_batch_dropped", PLAUSIBLE,
+                f"step {case.here.number}: every micro-batch's loss is weighed as in the baseline, and yet {found.ratio:.2f} of the gradient "
+                f"arrives: what some micro-batches added was cleared",
+            )  # fmt: skip
+
+
+def ranks_share(case: Case) -> Iterator[Finding]:
+    """Two ranks with the same micro-batches."""
+    step = case.here.pair.candidate
+    mine, theirs = (_keys(one) for one in case.here.sides)
+    by_rank = [tuple(_keys_of(step, rank)) for rank in range(len(step.losses))]
+    pairs = [(a, b) for b, keys in enumerate(by_rank) for a in range(b) if keys and keys == by_rank[a]]
+    if pairs and mine != theirs and len(theirs) > 1:
+        a, b = pairs[0]
+        yield Finding("data.ranks_share", CERTAIN, f"step {step.number}: ranks {a} and {b} were given the same micro-batches")
+    twice = [key for key, count in mine.items() if count > theirs.get(key, 0) > 0]
+    if twice and mine.total() == theirs.total():
+        yield Finding(
+            "data.ranks_share", LIKELY,
+            f"step {step.number}: {len(twice)} of {mine.total()} micro-batches came more than once, and others of the baseline's never",
+        )  # fmt: skip
+
+
+def mean_of_means(case: Case) -> Iterator[Finding]:
+    """Micro-batches with few tokens count as much as those with many."""
+    ones = [one for one in case.forwards if one.gradient is not None and one.counted is not None and one.gradient.ratio > 0]
+    ratios = [one.gradient.ratio for one in ones if one.gradient is not None]
+    tokens = [one.counted.valid for one in ones if one.counted is not None]
+    pure = all((one.gradient.rest or 0.0) < 0.02 for one in ones if one.gradient is not None)
+    if len(ones) > 1 and pure and varies(ratios) > _EXACT:
+        by_rank = _tokens_by_rank(ones)
+        explained = min(
+            varies([ratio * count for ratio, count in zip(ratios, tokens, strict=True)]),
+            varies([ratio * by_rank[one.rank] for ratio, one in zip(ratios, ones, strict=True)]),
+        )
+        evidence = (
+            f"step {case.here.number}: the loss weighs micro-batches of {min(tokens)} to {max(tokens)} tokens by {min(ratios):.4g} to "
+            f"{max(ratios):.4g} of the baseline's weight"
+        )
+        if explained < 0.02:
+            yield Finding("weight.mean_of_means", CERTAIN, f"{evidence}: in inverse proportion to their tokens, each as much as any other")
+        else:
+            yield Finding("weight.mean_of_means", PLAUSIBLE, evidence)
+    yield from _mean_by_weights(case)
+
+
+def _mean_by_weights(case: Case) -> Iterator[Finding]:
+    """Without what reached the outputs: the weights that were given, or that the engine divides by."""
+    mine, theirs = (total_weight(step) for step in case.here.sides)
+    count, found = max(case.num_micro_batches), case.here.gradients
+    if found is None or found.is_multiple or not case.at("forward", "backward") or not theirs:
+        return
+    engine = [one for one in case.here.pair.candidate.divisors if one]
+    divisor = sum(engine) if engine else mine
+    means = divisor is not None and count > 1 and divisor != theirs and (divisor == count or divisor == max(case.num_ranks))
+    if means and case.same_outputs is not False:
+        yield Finding(
+            "weight.mean_of_means", LIKELY,
+            f"step {case.here.number}: the objective is divided by {divisor:g}, one for each mean, where the baseline's is by {theirs:g} tokens",
+        )  # fmt: skip
+
+
+def padding_counted(case: Case) -> Iterator[Finding]:
+    """Ignored targets in the denominator, or in the sum as well."""
+    here, ones = case.here, [one for one in case.forwards if one.counted is not None and one.counted.valid < one.counted.numel]
+    tokens = sum(one.counted.valid for one in case.forwards if one.counted is not None)
+    places = sum(one.counted.numel for one in case.forwards if one.counted is not None)
+    found = here.gradients
+    mine, theirs = (total_weight(step) for step in here.sides)
+    if found is not None and ones and found.is_multiple and found.is_near(tokens / places, 1e-4):
+        yield Finding(
+            "weight.padding_counted", CERTAIN,
+            f"step {here.number}: every gradient is {found.ratio:.5f} times the baseline's, as {tokens} tokens that count are to all {places}",
+        )  # fmt: skip
+    elif found is not None and found.is_multiple and mine and theirs and mine > theirs and found.is_near(theirs / mine, 1e-4):
+        yield Finding(
+            "weight.padding_counted", CERTAIN,
+            f"step {here.number}: every gradient is {found.ratio:.5f} times the baseline's, and {mine:g} tokens are counted instead of {theirs:g}",
+        )  # fmt: skip
+    yield from _padding_in_each(case, ones)
+    yield from _padding_in_sum(case, ones)
+
+
+def _padding_in_each(case: Case, ones: list[Matched]) -> Iterator[Finding]:
+    """Each micro-batch's mean is over all its places."""
+    known = [
+        (one, one.gradient) for one in ones if one.gradient is not None and one.gradient.ratio > 0 and (one.gradient.rest or 0.0) < 0.02
+    ]
+    shares = [
+        gradient.ratio * one.counted.numel / one.counted.valid for one, gradient in known if one.counted is not None and one.counted.valid
+    ]
+    ratios = [gradient.ratio for _, gradient in known]
+    if len(known) == len(ones) > 0 and max(ratios) < 1 and varies(shares) < 1e-3 and (len(ones) == 1 or varies(ratios) > 1e-3):
+        yield Finding(
+            "weight.padding_counted", CERTAIN,
+            f"step {case.here.number}: micro-batches count {min(ratios):.4f} to {max(ratios):.4f} of what they should, as their tokens that "
+            f"count are to all their places",
+        )  # fmt: skip
+
+
+def _padding_in_sum(case: Case, ones: list[Matched]) -> Iterator[Finding]:
+    """Losses of ignored places are in it."""
+    mine, theirs = (total_weight(step) for step in case.here.sides)
+    rests = [one.gradient for one in ones if one.gradient is not None and not one.is_loss]
+    if rests and all((one.rest or 0.0) > 0.02 and one.ratio > 0.3 for one in rests) and case.same_outputs is not False:
+        yield Finding(
+            "weight.padding_counted", LIKELY,
+            f"step {case.here.number}: places whose target is to be ignored reach the gradient: {rests[0].ratio:.3f} of the baseline's is in "
+            f"what reached the outputs, and as much again is new",
+        )  # fmt: skip
+    if mine and theirs and mine > theirs and mine == sum(one.counted.numel for one in case.forwards if one.counted is not None):
+        yield Finding(
+            "weight.padding_counted",
+            LIKELY + 0.05,
+            f"step {case.here.number}: all {mine:g} places are counted, {theirs:g} of them have a target",
+        )
+    losses = [one for one in ones if one.is_loss and one.output is not None]
+    if losses and case.here.same_before() and all(one.output is not None and not one.output.same for one in losses):
+        whole = [one for one in case.forwards if one not in ones and one.output is not None]
+        if whole and all(one.output is not None and one.output.same for one in whole):
+            yield Finding(
+                "weight.padding_counted", LIKELY, f"step {case.here.number}: losses differ for micro-batches with ignored targets only"
+            )
+
+
+def labels_shifted(case: Case) -> Iterator[Finding]:
+    """Other targets for the same inputs."""
+    here = case.here
+    if not here.same_before():
+        return
+    given = [_places(step) for step in here.sides]
+    if all(len(one) > 1 for one in given) and given[0][0] == given[1][0] and given[0][1:] != given[1][1:]:
+        yield Finding("weight.labels_shifted", CERTAIN, f"step {here.number}: the same inputs come with other targets")
+    gradients = [one.gradient for one in case.forwards if one.gradient is not None and not one.is_loss]
+    if gradients and case.same_outputs is not False and all((one.rest or 0.0) > 0.3 and one.ratio < 0.7 for one in gradients):
+        yield Finding(
+            "weight.labels_shifted", LIKELY + 0.05,
+            f"step {here.number}: the model gives the same, but what the loss sends back has {max(0.0, gradients[0].ratio):.2f} of the baseline's "
+            f"in it: the losses are of other targets",
+        )  # fmt: skip
+    losses = [one.output for one in case.forwards if one.is_loss and one.output is not None]
+    found = here.gradients
+    differ = losses and all(not one.same for one in losses) and all(one.gradient is None or varies_little(one) for one in case.forwards)
+    if differ and found is not None and found.rest > 0.02:
+        yield Finding(
+            "weight.labels_shifted", PLAUSIBLE,
+            f"step {here.number}: from the same weights and inputs every micro-batch's loss is another, and the gradients are none of the "
+            f"baseline's ({found.rest:.2f} of them is in another direction)",
+        )  # fmt: skip
+    elif case.at("forward", "backward") and not case.forwards and found is not None and found.rest > 0.3:
+        mine, theirs = (objective(step) for step in here.sides)
+        if mine is not None and theirs is not None and mine != theirs:
+            yield Finding(
+                "weight.labels_shifted",
+                POSSIBLE,
+                f"step {here.number}: the loss is {mine:.6g} instead of {theirs:.6g}, from the same weights",
+            )
+
+
+def varies_little(one: Matched) -> bool:
+    """The factor on a loss is as good as the baseline's."""
+    return one.gradient is not None and (one.gradient.rest or 0.0) < 0.02
+
+
+def _gradients_alike(ones: list[Matched]) -> bool:
+    return all(one.gradient is not None and abs(one.gradient.ratio - 1.0) < 1e-3 and (one.gradient.rest or 0.0) < 1e-3 for one in ones)
+
+
+def _tokens_by_rank(ones: list[Matched]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for one in ones:
+        found[one.rank] = found.get(one.rank, 0) + (one.counted.valid if one.counted is not None else 0)
+    return found
+
+
+def _places(step: Step) -> list[int]:
+    """Of each place of a micro-batch the hash of all that was given there."""
+    all_given = [micro for micros in step.given for micro in micros] or [micro.inputs for micros in step.micro_batches for micro in micros]
+    num = min((len(micro) for micro in all_given), default=0)
+    return [sum(micro[at].hash for micro in all_given) % 2**64 for at in range(num)]
+
+
+def _keys(step: Step) -> Counter[int]:
+    return Counter(key for rank in range(len(step.losses)) for key in _keys_of(step, rank))
+
+
+def _keys_of(step: Step, rank: int) -> list[int]:
+    """Micro-batches of a rank, by the first of their inputs where forwards were seen, else by all that was given."""
+    if num_micro_batches(step) and any(step.micro_batches):
+        return [micro.inputs[0].hash for micro in step.micro_batches[rank] if micro.inputs]
+    return list(step.batches[rank])

@@ -1,0 +1,83 @@
+"""What ranks should have in common: reduced gradients, and replicas."""
+
+from collections.abc import Iterator
+
+from shardbook.verifying.case import Case
+from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
+
+_SHOWS = 1e-3
+
+
+def reduce_missing(case: Case) -> Iterator[Finding]:
+    """Gradients that only their own rank added to."""
+    here = case.here
+    for one in here.pair.candidate.disagreements:
+        if one.phase == "gradient":
+            yield Finding(
+                "reduce.missing", CERTAIN,
+                f"step {here.number}: ranks {one.other} and {one.rank} hold different reduced gradients of {one.parameter}",
+            )  # fmt: skip
+            break
+    if not case.at("backward", "reduce") or not here.same_before():
+        return
+    off = {name: one for name, one in here.gradient.items() if not one.same and one.distance > _SHOWS}
+    if not off or case.same_outputs is False or _loss_is_weighed_otherwise(case):
+        return
+    many = max(case.num_ranks) > 1
+    share = sum(one.norm for one in off.values()) / (sum(one.other for one in off.values()) or 1.0)
+    text = (
+        f"step {here.number}: the model's outputs and what reached them are the baseline's, and the gradients of {len(off)} of "
+        f"{len(here.gradient)} parameters are not (their norms are {share:.2f} of the baseline's): parts of other ranks are not in them"
+    )
+    if many or len(off) < len(here.gradient):
+        partial = len(off) < len(here.gradient)
+        yield Finding("reduce.missing", LIKELY if many and partial else PLAUSIBLE + 0.1 if many or partial else POSSIBLE, text)
+    elif max(case.num_micro_batches) > 1:
+        yield Finding("reduce.missing", POSSIBLE, text)
+
+
+def replica_stale(case: Case) -> Iterator[Finding]:
+    """Parameters that a rank, or the model, still has as they were before the last step."""
+    here = case.here
+    for one in here.pair.candidate.disagreements:
+        if one.phase in ("before", "weight", "model"):
+            gradient = any(other.phase == "gradient" for other in here.pair.candidate.disagreements)
+            yield Finding(
+                "replica.stale", PLAUSIBLE if gradient else CERTAIN,
+                f"step {here.number}: rank {one.rank} holds another {one.parameter} than rank {one.other}",
+            )  # fmt: skip
+            break
+    yield from _stale_copies(case)
+    if here.number > 1 and here.same_before() and case.at("forward", "backward", "reduce"):
+        known = [one for one in case.forwards if one.output is not None and one.same_inputs]
+        wrong = [one for one in known if one.output is not None and not one.output.same]
+        if wrong and case.at("forward"):
+            ranks = sorted({one.rank for one in wrong})
+            some = len(wrong) < len(known)
+            yield Finding(
+                "replica.stale", LIKELY if some and len(ranks) < max(2, case.num_ranks[0]) else PLAUSIBLE,
+                f"step {here.number}: the optimizer's weights are the baseline's, and on rank{'s' if len(ranks) > 1 else ''} "
+                f"{', '.join(map(str, ranks))} the same inputs give another output: the model there has not got them",
+            )  # fmt: skip
+
+
+def _stale_copies(case: Case) -> Iterator[Finding]:
+    """The model's own copies stood still while what they are copied from moved."""
+    last = case.last
+    if last is None or last.number < 1:
+        return
+    now, before = (facts.pair.candidate.phases.get("model", {}) for facts in (case.here, last))
+    theirs, theirs_before = (facts.pair.baseline.phases.get("model", {}) for facts in (case.here, last))
+    still = [name for name, one in now.items() if name in before and one.same_bits(before[name]) and one.squares]
+    moved = [name for name in still if name in theirs and name in theirs_before and not theirs[name].same_bits(theirs_before[name])]
+    if moved or (still and not theirs and not case.at("data")):
+        name = (moved or still)[0]
+        yield Finding(
+            "replica.stale", CERTAIN if moved else PLAUSIBLE,
+            f"step {case.here.number}: the model computes with the {name} of the step before, and {len(moved or still) - 1} others",
+        )  # fmt: skip
+
+
+def _loss_is_weighed_otherwise(case: Case) -> bool:
+    ratios = [one.gradient for one in case.forwards if one.gradient is not None and one.gradient.other]
+    return any((one.rest or 0.0) > 0.01 or abs(one.ratio / ratios[0].ratio - 1.0) > 0.01 for one in ratios)

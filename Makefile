@@ -7,7 +7,7 @@ PEERS := .venv-peers/bin
 PEERS_STAMP := .venv-peers/.installed
 PEER_PINS := -c constraints.txt -c benchmarks/constraints-peers.txt
 
-.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books evidence-forecast evidence-simulation clean
+.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books evidence-forecast evidence-simulation evidence-verify clean
 
 help:
 	@echo "make demo               train a small decoder on real text: two ranks, ZeRO-3, a plain loop beside it"
@@ -20,6 +20,7 @@ help:
 	@echo "make evidence-books     the same of books and measurement; with DeepSpeed's where make peers was run"
 	@echo "make evidence-forecast  the same of forecasts, beside measured steps, published measurements and other estimators"
 	@echo "make evidence-simulation  both witnesses beside measured steps, FSDP2 and DDP too, and what a simulation costs; writes docs/accuracy.md"
+	@echo "make evidence-verify    200 right configurations, faults put in for real, DeepSpeed (after make peers), and what a record costs"
 
 setup: $(STAMP)
 
@@ -73,6 +74,9 @@ evidence-forecast: $(STAMP)
 
 evidence-simulation: $(STAMP)
 	$(BIN)/python -m benchmarks.evidence_simulation
+
+evidence-verify: $(STAMP)
+	$(BIN)/python -m benchmarks.evidence_verify
 
 clean:
 	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis build dist

@@ -3,8 +3,8 @@
     python -m benchmarks.recording_cost [small|medium|default] [rows] [steps]
 
 A step has two micro-batches, each of half the rows. Two copies of one model are trained in one process, a step of each in turn, so that
-whatever else the machine does falls on both. Time is the process's own. The first five steps, which are complete, are listed apart; of later ones every sixteenth is, and the ratio over
-all of them is what a long run pays.
+whatever else the machine does falls on both. Time is the process's own. The first five steps, which are complete, are listed apart; of
+later ones every sixteenth is, and the ratio over all of them is what a long run pays.
 """
 
 import sys

@@ -155,7 +155,7 @@ def shardbook(case: Case, path: str) -> None:
 def of_torch(case: Case, path: str) -> None:
     """A job: this rank's part under DDP or FSDP2."""
     model = _wrapped(case, build(case))
-    kernel = random.Random(case.number).choice(("foreach", "single", "fused"))
+    kernel = random.Random(case.number).choice(("foreach", "single") if case.optimizer == "sgd" else ("foreach", "single", "fused"))
     optimizer = optimizer_of(case, model.named_parameters(), kernel)
     scheduler, rank = scheduler_of(case, optimizer), dist.get_rank()
     with sb.record(model, optimizer, path) as recorder:

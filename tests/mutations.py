@@ -6,6 +6,7 @@ A :class:`Mutation` is a setting, an engine, a fault (a mixin over the engine's 
 
 import dataclasses
 import hashlib
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -59,7 +60,11 @@ def recorded(setting: Setting, engine: str, fault: type | None = None, size: Any
     if path.exists():
         return path
     num_ranks = 1 if engine == "plain" else setting.num_ranks
-    ranks.call(num_ranks, train, setting, engine, fault, size, str(path), seconds=120)
+    try:
+        ranks.call(num_ranks, train, setting, engine, fault, size, str(path), seconds=120)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     return path
 
 

@@ -87,7 +87,8 @@ class Loop:
         if self.setting.seeding == "once":
             torch.manual_seed(77 + self.setting.seed + self.rank)
         with sb.record(self.wrapped, self.optimizer, self.path) as self.recorder:
-            for self.number in range(self.setting.steps):
+            for number in range(self.setting.steps):
+                self.number = number
                 self.train_step()
                 self.evaluate()
 

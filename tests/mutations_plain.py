@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import mutations_faults as faults
+from tests import mutations_optimizers as updates
 from tests.mutations import Mutation
 from tests.mutations_loops import Loop
 from tests.mutations_models import Setting
@@ -20,7 +21,7 @@ class ClippedBeforeReduction(Loop):
     def after_rank(self):
         held = [parameter for _, parameter in self.held()]
         nn.utils.clip_grad_norm_(held, self.setting.clip / (self.num_ranks if self.size == "share" else 1))
-        self.clipped = getattr(self, "clipped", []) + [[parameter.grad for parameter in held]]
+        self.clipped = [*getattr(self, "clipped", []), [parameter.grad for parameter in held]]
         self.optimizer.zero_grad()
 
     def reduce(self):
@@ -126,7 +127,6 @@ class NoMasters(Loop):
 
     def make_masters(self, parameters):
         self.sums = [None for _ in parameters]
-        return None
 
     def accumulate(self):
         for number, (_, parameter) in enumerate(self.held()):
@@ -277,7 +277,7 @@ DATA = [
 ]
 
 CLIPPING = [
-    case("clip.per_rank", "plain", WORDS, ClippedBeforeReduction, baseline="ranks"),
+    case("clip.per_rank", "plain", WORDS, ClippedBeforeReduction, "share", baseline="ranks"),
     case("clip.per_rank", "plain", replace(THREE, clip=0.1), ClippedBeforeReduction, "share", baseline="ranks"),
     case("clip.per_rank", "ranks", replace(WORDS, clip=0.2), ClippedBeforeReduction),
     case("clip.per_rank", "ranks", THREE, ClippedBeforeReduction, "share"),
@@ -292,31 +292,31 @@ CLIPPING = [
 ]
 
 OPTIMIZER = [
-    case("decay.wrong_group", "plain", WORDS, faults.AllDecay),
-    case("decay.wrong_group", "plain", GENTLE, faults.OneMoreDecays, "blocks.1.second.weight"),
-    case("decay.wrong_group", "plain", GPT, faults.OneMoreDecays, "tokens"),
-    case("decay.wrong_group", "ddp", WORDS, faults.AllDecay),
-    case("decay.missing", "plain", WORDS, faults.DecayMissing),
-    case("decay.missing", "plain", GENTLE, faults.DecayMissing),
-    case("decay.missing", "plain", GENTLE, faults.ByHand, ("weight_decay", 0.0)),
-    case("decay.missing", "ranks", THREE, faults.ByHand, ("weight_decay", 0.0)),
-    case("decay.twice", "plain", WORDS, faults.DecayedByHand),
-    case("decay.twice", "plain", GENTLE, faults.DecayedByHand),
-    case("decay.twice", "plain", WORDS, faults.PenaltyAdded),
-    case("decay.twice", "plain", GENTLE, faults.PenaltyAdded),
-    case("decay.twice", "ddp", THREE, faults.DecayedByHand),
-    case("decay.twice", "plain", ALONE, faults.DecayDoubled),
-    case("optimizer.betas", "plain", WORDS, faults.OtherSetting, ("betas", (0.9, 0.951))),
-    case("optimizer.betas", "plain", WORDS, faults.OtherSetting, ("betas", (0.5, 0.95))),
-    case("optimizer.betas", "plain", ALONE, faults.ByHand, ("betas", (0.9, 0.951))),
-    case("optimizer.betas", "plain", GPT, faults.ByHand, ("betas", (0.9, 0.5))),
-    case("optimizer.betas", "plain", ALONE, faults.ByHand, ("betas", (0.95, 0.9))),
-    case("optimizer.betas", "ddp", WORDS, faults.OtherSetting, ("betas", (0.9, 0.999))),
-    case("optimizer.eps", "plain", WORDS, faults.OtherSetting, ("eps", 1e-7)),
-    case("optimizer.eps", "plain", WORDS, faults.ByHand, ("eps", 1e-3)),
-    case("optimizer.eps", "plain", ALONE, faults.ByHand, ("eps", 1e-6)),
-    case("optimizer.eps", "plain", ALONE, faults.ByHand, ("inside", True)),
-    case("optimizer.eps", "ddp", THREE, faults.OtherSetting, ("eps", 1e-5)),
+    case("decay.wrong_group", "plain", WORDS, updates.AllDecay),
+    case("decay.wrong_group", "plain", GENTLE, updates.OneMoreDecays, "blocks.1.second.weight"),
+    case("decay.wrong_group", "plain", GPT, updates.OneMoreDecays, "tokens"),
+    case("decay.wrong_group", "ddp", WORDS, updates.AllDecay),
+    case("decay.missing", "plain", WORDS, updates.DecayMissing),
+    case("decay.missing", "plain", GENTLE, updates.DecayMissing),
+    case("decay.missing", "plain", GENTLE, updates.ByHand, ("weight_decay", 0.0)),
+    case("decay.missing", "ranks", THREE, updates.ByHand, ("weight_decay", 0.0)),
+    case("decay.twice", "plain", WORDS, updates.DecayedByHand),
+    case("decay.twice", "plain", GENTLE, updates.DecayedByHand),
+    case("decay.twice", "plain", WORDS, updates.PenaltyAdded),
+    case("decay.twice", "plain", GENTLE, updates.PenaltyAdded),
+    case("decay.twice", "ddp", THREE, updates.DecayedByHand),
+    case("decay.twice", "plain", ALONE, updates.DecayDoubled),
+    case("optimizer.betas", "plain", WORDS, updates.OtherSetting, ("betas", (0.9, 0.951))),
+    case("optimizer.betas", "plain", WORDS, updates.OtherSetting, ("betas", (0.5, 0.95))),
+    case("optimizer.betas", "plain", ALONE, updates.ByHand, ("betas", (0.9, 0.951))),
+    case("optimizer.betas", "plain", GPT, updates.ByHand, ("betas", (0.9, 0.5))),
+    case("optimizer.betas", "plain", ALONE, updates.ByHand, ("betas", (0.95, 0.9))),
+    case("optimizer.betas", "ddp", WORDS, updates.OtherSetting, ("betas", (0.9, 0.999))),
+    case("optimizer.eps", "plain", WORDS, updates.OtherSetting, ("eps", 1e-7)),
+    case("optimizer.eps", "plain", WORDS, updates.ByHand, ("eps", 1e-3)),
+    case("optimizer.eps", "plain", ALONE, updates.ByHand, ("eps", 1e-6)),
+    case("optimizer.eps", "plain", ALONE, updates.ByHand, ("inside", True)),
+    case("optimizer.eps", "ddp", THREE, updates.OtherSetting, ("eps", 1e-5)),
 ]
 
 RANKS = [
@@ -354,10 +354,10 @@ STATE = [
 ]
 
 PRECISION = [
-    case("precision.moment", "plain", WORDS, faults.RoundedMoments, 1),
-    case("precision.moment", "plain", ALONE, faults.RoundedMoments, None),
-    case("precision.moment", "plain", GPT, faults.NarrowByHand),
-    case("precision.moment", "ddp", THREE, faults.RoundedMoments, None),
+    case("precision.moment", "plain", WORDS, updates.RoundedMoments, 1),
+    case("precision.moment", "plain", ALONE, updates.RoundedMoments, None),
+    case("precision.moment", "plain", GPT, updates.NarrowByHand),
+    case("precision.moment", "ddp", THREE, updates.RoundedMoments, None),
     case("precision.master", "plain", NARROW, NoMasters),
     case("precision.master", "plain", ALONE, WeightsRounded, 1),
     case("precision.master", "plain", WORDS, WeightsRounded, None),

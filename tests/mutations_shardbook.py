@@ -9,12 +9,11 @@ import shardbook as sb
 from shardbook.engine import step as engine_step
 from shardbook.engine.exchange import to_fp32
 from tests import mutations_faults as faults
+from tests import mutations_optimizers as updates
+from tests import mutations_plain as plain
 from tests.mutations_loops import Loop
 from tests.mutations_models import Setting
-from tests.mutations_plain import (
-    DRAWS, DRAWS_ROWS, DROPOUT, EVEN, EVEN_FOUR, FOUR, FROZEN, FROZEN_BIAS, GENTLE, HEAVY, NARROW_RANKS, ONE_PAD,
-    ROWS_RANKS, THREE, TIED, WIDE_OPEN, WORDS, case,
-)  # fmt: skip
+from tests.mutations_plain import case
 
 # ---- a user's ----------------------------------------------------------------------------------------------------------------------
 
@@ -85,10 +84,9 @@ class OtherStart(Loop):
 class WeightForgotten(Loop):
     """The tally of a rank's weights is off by a factor: "micro" forgets micro-batches, "micro twice" counts each again."""
 
-    def update(self):
+    def reduce(self):
         tally = self.engine._passes.tally
         tally.weight = tally.weight * (self.num_micro if self.size == "micro twice" else 1 / self.num_micro)
-        super().update()
 
 
 class Patched(Loop):
@@ -243,79 +241,79 @@ def ours(rule, setting, fault, size=None, *, baseline="plain"):
 
 
 OBJECTIVE = [
-    ours("weight.mean_of_means", WORDS, faults.MeanOfMeans),
-    ours("weight.mean_of_means", FOUR, faults.MeanOfMeans),
-    ours("weight.padding_counted", ONE_PAD, faults.PaddingCounted),
-    ours("weight.padding_counted", THREE, faults.PaddingCounted),
-    ours("weight.padding_counted", FOUR, faults.PaddingTrained),
-    ours("weight.labels_shifted", WORDS, faults.ShiftedAgain, 1),
-    ours("weight.labels_shifted", THREE, faults.ShiftedAgain, 2),
-    ours("scale.micro_batches_missing", FOUR, faults.MicroMissing),
-    ours("scale.micro_batches_missing", EVEN, WeightForgotten, "micro"),
-    ours("scale.micro_batches_twice", EVEN_FOUR, faults.MicroTwice),
-    ours("scale.micro_batches_twice", THREE, WeightForgotten, "micro twice"),
-    ours("scale.ranks_missing", EVEN, faults.RanksMissing),
-    ours("scale.ranks_missing", FOUR, RanksWeightForgotten),
-    ours("scale.ranks_twice", EVEN, faults.RanksTwice),
-    ours("scale.ranks_twice", FOUR, RanksWeightTwice),
-    ours("schedule.per_micro_batch", WORDS, faults.PerMicroBatch),
-    ours("schedule.per_micro_batch", FOUR, faults.PerMicroBatch),
-    ours("schedule.offset", WORDS, faults.ScheduledFirst),
-    ours("schedule.offset", THREE, faults.StepsAhead, 3),
-    ours("data.micro_batch_dropped", WORDS, faults.DroppedSeen, 1),
-    ours("data.micro_batch_dropped", FOUR, faults.DroppedSeen, 1),
+    ours("weight.mean_of_means", plain.WORDS, faults.MeanOfMeans),
+    ours("weight.mean_of_means", plain.FOUR, faults.MeanOfMeans),
+    ours("weight.padding_counted", plain.ONE_PAD, faults.PaddingCounted),
+    ours("weight.padding_counted", plain.THREE, faults.PaddingCounted),
+    ours("weight.padding_counted", plain.FOUR, faults.PaddingTrained),
+    ours("weight.labels_shifted", plain.WORDS, faults.ShiftedAgain, 1),
+    ours("weight.labels_shifted", plain.THREE, faults.ShiftedAgain, 2),
+    ours("scale.micro_batches_missing", plain.FOUR, faults.MicroMissing),
+    ours("scale.micro_batches_missing", replace(plain.EVEN, clip=None), WeightForgotten, "micro"),
+    ours("scale.micro_batches_twice", plain.EVEN_FOUR, faults.MicroTwice),
+    ours("scale.micro_batches_twice", plain.THREE, WeightForgotten, "micro twice"),
+    ours("scale.ranks_missing", plain.EVEN, faults.RanksMissing),
+    ours("scale.ranks_missing", plain.WIDE_OPEN, RanksWeightForgotten),
+    ours("scale.ranks_twice", plain.EVEN, faults.RanksTwice),
+    ours("scale.ranks_twice", replace(plain.EVEN, clip=None), RanksWeightTwice),
+    ours("schedule.per_micro_batch", plain.WORDS, faults.PerMicroBatch),
+    ours("schedule.per_micro_batch", plain.FOUR, faults.PerMicroBatch),
+    ours("schedule.offset", plain.WORDS, faults.ScheduledFirst),
+    ours("schedule.offset", plain.THREE, faults.StepsAhead, 3),
+    ours("data.micro_batch_dropped", plain.WORDS, faults.DroppedSeen, 1),
+    ours("data.micro_batch_dropped", plain.FOUR, faults.DroppedSeen, 1),
     ours("data.micro_batch_dropped", STAGE_0, GradientsForgotten, 1),
-    ours("data.ranks_share", EVEN, faults.RanksShare, 3),
-    ours("data.ranks_share", THREE, faults.RanksShare, 2),
+    ours("data.ranks_share", plain.EVEN, faults.RanksShare, 3),
+    ours("data.ranks_share", plain.THREE, faults.RanksShare, 2),
 ]
 
 UPDATE = [
     ours("clip.per_rank", STAGE_3, ClipsOwnPieces),
-    ours("clip.per_rank", replace(THREE, seed=48, clip=0.1), NormOfOwnShard),
+    ours("clip.per_rank", replace(plain.THREE, seed=48, clip=0.1), NormOfOwnShard),
     ours("clip.before_unscale", HALF, ClippedBeforeUnscaling),
     ours("clip.before_unscale", HALF_MORE, ClippedBeforeUnscaling),
-    ours("clip.unexpected", replace(TIED, clip=None), EngineClips, 1.0),
-    ours("clip.unexpected", WIDE_OPEN, EngineClips, 0.1),
-    ours("decay.wrong_group", WORDS, faults.AllDecay),
-    ours("decay.wrong_group", GENTLE, faults.OneMoreDecays, "blocks.0.up.bias"),
-    ours("decay.missing", WORDS, faults.DecayMissing),
-    ours("decay.missing", GENTLE, faults.ByHand, ("weight_decay", 0.0)),
-    ours("decay.twice", WORDS, faults.DecayedByHand),
-    ours("decay.twice", GENTLE, faults.DecayDoubled),
-    ours("optimizer.betas", WORDS, faults.OtherSetting, ("betas", (0.9, 0.951))),
-    ours("optimizer.betas", THREE, faults.ByHand, ("betas", (0.9, 0.5))),
-    ours("optimizer.eps", WORDS, faults.OtherSetting, ("eps", 1e-7)),
-    ours("optimizer.eps", THREE, faults.ByHand, ("eps", 1e-3)),
+    ours("clip.unexpected", replace(plain.TIED, clip=None), EngineClips, 1.0),
+    ours("clip.unexpected", plain.WIDE_OPEN, EngineClips, 0.1),
+    ours("decay.wrong_group", plain.WORDS, updates.AllDecay),
+    ours("decay.wrong_group", plain.GENTLE, updates.OneMoreDecays, "blocks.0.up.bias"),
+    ours("decay.missing", plain.WORDS, updates.DecayMissing),
+    ours("decay.missing", plain.GENTLE, updates.ByHand, ("weight_decay", 0.0)),
+    ours("decay.twice", plain.WORDS, updates.DecayedByHand),
+    ours("decay.twice", plain.GENTLE, updates.DecayDoubled),
+    ours("optimizer.betas", plain.WORDS, updates.OtherSetting, ("betas", (0.9, 0.951))),
+    ours("optimizer.betas", plain.THREE, updates.ByHand, ("betas", (0.9, 0.5))),
+    ours("optimizer.eps", plain.WORDS, updates.OtherSetting, ("eps", 1e-7)),
+    ours("optimizer.eps", plain.THREE, updates.ByHand, ("eps", 1e-3)),
 ]
 
 STATE = [
-    ours("reduce.missing", WORDS, PartsForgotten, "head.weight"),
-    ours("reduce.missing", THREE, PartsForgotten, ""),
+    ours("reduce.missing", plain.WORDS, PartsForgotten, "head.weight"),
+    ours("reduce.missing", plain.THREE, PartsForgotten, ""),
     ours("reduce.missing", Setting(seed=50, num_micro=1), PartLost, "blocks.1.up.weight"),
-    ours("replica.stale", NARROW_RANKS, NotRefreshed, "blocks.1"),
-    ours("replica.stale", WORDS, NotRefreshed, "blocks.0"),
-    ours("replica.stale", THREE, RankNotStepped, "blocks.0.down.weight"),
-    ours("replica.stale", WORDS, RankNotStepped, ""),
+    ours("replica.stale", plain.NARROW_RANKS, NotRefreshed, "blocks.1"),
+    ours("replica.stale", plain.WORDS, NotRefreshed, "blocks.0"),
+    ours("replica.stale", plain.THREE, RankNotStepped, "blocks.0.down.weight"),
+    ours("replica.stale", plain.WORDS, RankNotStepped, ""),
     ours("replica.stale", STAGE_0, OtherStart, "head"),
-    ours("tied.untied", TIED, faults.Untied, "copy"),
-    ours("tied.untied", replace(TIED, num_ranks=3), faults.Untied, "init"),
-    ours("frozen.updated", FROZEN, faults.Thawed, 1),
-    ours("frozen.updated", FROZEN_BIAS, faults.Thawed, None),
-    ours("frozen.updated", FROZEN_BIAS, FrozenDecays, None),
-    ours("recompute.rng", HEAVY, faults.MasksDrawnAnew, 1),
-    ours("recompute.rng", replace(DROPOUT, num_ranks=3), faults.MasksDrawnAnew, 2),
-    ours("precision.moment", WORDS, faults.RoundedMoments, 1),
-    ours("precision.moment", THREE, faults.NarrowByHand),
-    ours("precision.master", NARROW_RANKS, NoMasters),
-    ours("precision.master", WORDS, WeightsRounded, 1),
-    ours("precision.master_rounded", NARROW_RANKS, faults.MastersOfRounded, None),
-    ours("precision.master_rounded", NARROW_RANKS, faults.MastersOfRounded, 1),
+    ours("tied.untied", plain.TIED, faults.Untied, "copy"),
+    ours("tied.untied", replace(plain.TIED, num_ranks=3), faults.Untied, "init"),
+    ours("frozen.updated", plain.FROZEN, faults.Thawed, 1),
+    ours("frozen.updated", plain.FROZEN_BIAS, faults.Thawed, None),
+    ours("frozen.updated", plain.FROZEN_BIAS, FrozenDecays, None),
+    ours("recompute.rng", plain.HEAVY, faults.MasksDrawnAnew, 1),
+    ours("recompute.rng", replace(plain.DROPOUT, num_ranks=3), faults.MasksDrawnAnew, 2),
+    ours("precision.moment", plain.WORDS, updates.RoundedMoments, 1),
+    ours("precision.moment", plain.THREE, updates.NarrowByHand),
+    ours("precision.master", plain.NARROW_RANKS, NoMasters),
+    ours("precision.master", plain.WORDS, WeightsRounded, 1),
+    ours("precision.master_rounded", plain.NARROW_RANKS, faults.MastersOfRounded, None),
+    ours("precision.master_rounded", plain.NARROW_RANKS, faults.MastersOfRounded, 1),
     ours("precision.accumulation", NARROW_ONE, ReducesNarrow),
-    ours("precision.accumulation", NARROW_RANKS, AddsNarrow, ""),
-    ours("precision.accumulation", THREE, AddsNarrow, "head.weight"),
-    ours("evaluation.changed_state", replace(DRAWS, num_ranks=2), faults.EvaluatesDrawing, 1, baseline="ranks"),
-    ours("evaluation.changed_state", ROWS_RANKS, faults.EvaluatesTraining, 5, baseline="ranks"),
-    ours("evaluation.changed_state", DRAWS_ROWS, faults.StaysInEval, 1, baseline="ranks"),
+    ours("precision.accumulation", plain.NARROW_RANKS, AddsNarrow, ""),
+    ours("precision.accumulation", plain.THREE, AddsNarrow, "head.weight"),
+    ours("evaluation.changed_state", replace(plain.DRAWS, num_ranks=2), faults.EvaluatesDrawing, 1, baseline="ranks"),
+    ours("evaluation.changed_state", plain.ROWS_RANKS, faults.EvaluatesTraining, 5, baseline="ranks"),
+    ours("evaluation.changed_state", plain.DRAWS_ROWS, faults.StaysInEval, 1, baseline="ranks"),
 ]
 
 MUTATIONS = [*OBJECTIVE, *UPDATE, *STATE]

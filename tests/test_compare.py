@@ -1,5 +1,6 @@
 """The plain loop of ``--check-baseline``: that it is plain PyTorch, and that it sees a single bit."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from shardbook.models.decoder import Decoder
 from shardbook.train.baseline import PlainLoop
 from shardbook.train.compare import Comparison
 from shardbook.train.optimizer import build_optimizer, build_scheduler
+from shardbook.train.seeding import seed_forward, seeding
 from shardbook.train.settings import OptimizerSettings
 
 SIZES = DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, ffn=16, vocab=32)
@@ -113,15 +115,42 @@ class Uneven(nn.Module):
         self.weight = nn.Parameter(torch.ones(8, 8))
 
     def forward(self, inputs, targets):
-        return nn.functional.dropout(self.weight).sum() * inputs.float().mean(), targets.numel()
+        return nn.functional.dropout(self.weight).sum() * random.random() * inputs.float().mean(), targets.numel()
+
+
+class Dropping(Uneven):
+    def forward(self, inputs, targets):
+        return nn.functional.dropout(self.weight).sum() * inputs.float().mean(), torch.tensor(targets.numel())
 
 
 def test_what_cannot_be_compared_is_refused():
     loop = PlainLoop(Uneven(), ZeroConfig(), lambda named: build_optimizer(named, SETTINGS), lambda _: None)
-    with pytest.raises(ConfigError, match="set the model's dropout to 0"):
-        loop.check_repeatable(batches(1, 1)[0][0])
+    with pytest.raises(ConfigError, match="the same batch gives two losses although torch's generators were seeded alike"):
+        loop.check_repeatable(batches(1, 1)[0][0], seeding(0, 1))
     with pytest.raises(ConfigError, match=r"leave zero.precision.keep out"):
         plain(ZeroConfig(precision=Precision(param="bf16", keep={"*.norm": "fp32"})))
+
+
+def test_masks_follow_from_the_place_in_the_run():
+    """Neither from what was drawn before, nor from the order in which ranks and micro-batches are computed."""
+    given, reports = batches(2, 2), []
+    for disturbed in (False, True):
+        loop = PlainLoop(
+            Dropping(),
+            ZeroConfig(accumulate=2),
+            lambda named: build_optimizer(named, SETTINGS),
+            lambda one: build_scheduler(one, SETTINGS, 9),
+        )
+        loop.check_repeatable(given[0][0], seeding(0, 1))
+        if disturbed:
+            torch.rand(7)
+        reports.append([loop.step(given, 1.0, seeding(0, step)).loss for step in (1, 2)])
+    assert reports[0] == reports[1]
+    draws = []
+    for place in [(0, 1, 0, 0), (1, 1, 0, 0), (0, 2, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1)]:
+        seed_forward(*place)
+        draws.append(torch.rand(1).item())
+    assert len(set(draws)) == 5
 
 
 def test_a_rank_without_the_plain_loop_still_reads_everything():

@@ -177,6 +177,71 @@ def test_types_can_be_compared_by_sums_not_by_hash():
     assert fingerprint(rounded.float()).squares == a.squares
 
 
+# ---- narrower types -------------------------------------------------------------------------------------------------------
+
+
+def narrow_types(tensor: torch.Tensor) -> set[str]:
+    """Narrower types that hold a float32 tensor, by conversion and back."""
+    return {name for name, dtype in NARROW.items() if torch.equal(tensor, tensor.to(dtype).float())}
+
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@EXAMPLES
+@given(
+    parts=st.lists(st.sampled_from(["bf16", "fp16", "both", "zero", "fp32", "large", "tiny"]), min_size=1, max_size=4),
+    numel=st.sampled_from([1, 5, 200, 256, 257, 5000, 66_000]),
+)
+def test_narrower_types_are_found_exactly_and_add_up(parts, numel):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    made = {
+        "bf16": values.mul(1e10).bfloat16().float(), "fp16": values.half().float(), "both": values.mul(8).round(), "zero": values * 0.0,
+        "fp32": torch.cat([values[1:].bfloat16().float(), torch.tensor([1 / 3])]), "large": torch.full((numel,), 65536.0),
+        "tiny": torch.full((numel,), 2.0**-24),
+    }  # fmt: skip
+    tensors = [made[part] for part in parts]
+    sizes = [0, *itertools.accumulate(numel for _ in tensors)]
+    plan = Plan([Extent(a, b - a) for a, b in itertools.pairwise(sizes)], torch.float32, CPU)
+    prints = [fingerprint_of(plan.prints(tensors), place, numel) for place in range(len(tensors))]
+    together = prints[0]
+    for one in prints[1:]:
+        together = together + one
+    for one, expected in zip([*prints, together], [*(narrow_types(t) for t in tensors), narrow_types(torch.cat(tensors))], strict=True):
+        assert one.narrow == min(expected, default=None)
+        assert one.also_fp16 == (len(expected) == 2)
+
+
+def fingerprint_of(prints: Prints, place: int, numel: int) -> Fingerprint:
+    bits = prints.narrow[place].item()
+    return Fingerprint(
+        dtype="float32", numel=numel, hash=prints.hash[place].item() % 2**64, squares=0.0, total=0.0, absolute=0.0, largest=0.0,
+        nonfinite=0, projections=(0.0,) * 8, narrow="bf16" if bits & 1 else "fp16" if bits else None, also_fp16=bits == 3,
+    )  # fmt: skip
+
+
+def test_one_wide_element_among_many_narrow_ones_shows_wherever_it_is():
+    tensor = torch.ones(1000)
+    for place in (0, 1, 15, 255, 256, 700, 999):
+        changed = tensor.clone()
+        changed[place] = 1 + 2**-10  # fp16 holds it, bf16 does not
+        assert whole(changed).narrow.item() == 2
+        changed[place] = 1 + 2**-11
+        assert whole(changed).narrow.item() == 0
+    assert whole(tensor).narrow.item() == 3
+
+
+def test_only_complete_prints_of_float32_say_what_is_narrow():
+    assert whole(torch.ones(5), brief=True).narrow is None
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        assert whole(torch.ones(5, dtype=dtype)).narrow.item() == 0
+
+
+def test_keys_of_columns_do_not_depend_on_how_many_there_are():
+    for num in (1, 255, 256, 257, 1000, 5000):
+        assert torch.equal(column_keys(num, CPU), column_keys(8192, CPU)[:num])
+
+
 # ---- batches --------------------------------------------------------------------------------------------------------------
 
 

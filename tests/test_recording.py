@@ -271,18 +271,32 @@ def test_not_finite(tmp_path):
 
 @pytest.mark.slow
 def test_a_thousand_steps_of_a_hundred_parameters_are_under_20_mb(tmp_path):
-    model = nn.ParameterList([nn.Parameter(torch.randn(16)) for _ in range(100)])
+    """Of two micro-batches each."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.each = nn.ParameterList(nn.Parameter(torch.randn(16)) for _ in range(100))
+
+        def forward(self, tokens, targets):
+            return (torch.stack(list(self.each)) * torch.arange(1, 1601).view(100, 16) * (tokens * targets).sum(0)).sum()
+
+    model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     with sb.record(model, optimizer, tmp_path / "a") as recorder:
         for step in range(1000):
-            for parameter in model:
-                parameter.grad = torch.randn(16, generator=torch.Generator().manual_seed(step))
-            recorder.step(loss=torch.tensor(1.0), batch=torch.tensor([step]))
+            optimizer.zero_grad()
+            micro_batches = list(torch.randint(0, 99, (2, 2, 4, 16), generator=torch.Generator().manual_seed(step)))
+            losses = [model(tokens, targets) for tokens, targets in micro_batches]
+            sum(losses).backward()
+            recorder.step(loss=losses, batch=[tuple(pair) for pair in micro_batches])
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
     nbytes = sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
     assert nbytes < 20e6
-    assert sb.Record.open(tmp_path / "a").num_steps == 1000
+    record = sb.Record.open(tmp_path / "a")
+    assert record.num_steps == 1000
+    assert {len(step.micro_batches[0]) for step in record.steps() if step.number} == {2}
 
 
 def test_what_was_flushed_before_an_end_can_be_read(tmp_path):

@@ -255,7 +255,13 @@ def deepspeed_steps(stage: int, dtype: str) -> list:
         ranks.raise_first(ranks.fresh_ranks(2, under_deepspeed, str(Path(folder) / "a"), stage, dtype))
         record = sb.Record.open(Path(folder) / "a")
         assert record.engine == f"deepspeed {stage}"
-        return whole(record)
+        assert record.manifest["compute"] == {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+        steps = whole(record)
+        for step in steps[1:]:
+            for given, mine in zip(step.given, step.micro_batches, strict=True):
+                assert [one.inputs for one in mine] == list(given)
+                assert [(one.evaluating, one.output_gradient.total) for one in mine] == [(0, 1.0)]
+        return steps
 
 
 @needs_deepspeed

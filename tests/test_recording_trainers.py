@@ -53,6 +53,11 @@ def same(one: list, other: list) -> None:
     assert len(one) == len(other) == STEPS + 1
     for a, b in zip(one, other, strict=True):
         assert a.data == b.data
+        assert a.given == b.given
+        assert [(one.inputs, one.output, one.output_gradient, one.evaluating) for one in a.micro_batches[0]] == [
+            (one.inputs, one.output, one.output_gradient, one.evaluating) for one in b.micro_batches[0]
+        ]
+        assert len(a.micro_batches[0]) == (a.number > 0)
         for phase in ("before", "gradient", "stepped", "weight") if a.number else ("weight",):
             assert {name: one.hash for name, one in a.phases[phase].items()} == {name: one.hash for name, one in b.phases[phase].items()}
     assert one[1].norm("stepped") == pytest.approx(CLIP, rel=1e-4)

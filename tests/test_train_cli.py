@@ -154,6 +154,48 @@ def test_a_run_that_differs_says_where_and_fails(tmp_path, options):
     assert not document.baseline.identical
 
 
+ONE_BIT = """import torch, shardbook.engine.engine as e
+    f = e.Engine.step
+    def step(engine):
+        report = f(engine)
+        if engine.num_steps == 3:
+            with torch.no_grad():
+                next(engine.model.parameters()).view(torch.int32)[0, 0] ^= 1
+        return report
+    e.Engine.step = step"""
+
+
+@pytest.mark.ranks
+def test_a_rank_that_drifts_ends_the_run_and_is_named(tmp_path, options):
+    path = sabotage(tmp_path, ONE_BIT)
+    done = shardbook("train", "--stage", "2", "--steps", "8", "--check-replicas", "2", *options, path=path)
+    assert done.returncode == 1
+    words = [line for line in done.stderr.strip().splitlines() if not line.startswith("step ")]
+    assert len(words) == 1, done.stderr
+    assert words[0].startswith("shardbook: step 4: replicas of 'embedding.weight' have drifted apart: ranks 0 and 1 hold different bits")
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_replicas_that_agree_change_nothing(options):
+    done = shardbook("train", "--stage", "1", "--steps", "4", "--check-replicas", "1", "--check-baseline", "4", *options)
+    assert done.returncode == 0, done.stderr
+    assert "plain loop bit-identical for 4 steps" in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_dropout_has_the_same_masks_in_the_plain_loop(tmp_path, text, stage):
+    sizes = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 64,
+             "resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    common = ["--config", str(tmp_path), "--text", str(text), "--out", str(tmp_path / "out"), "--device", "cpu", "--sequence", "32"]
+    done = shardbook("train", "--stage", stage, "--steps", "3", "--accumulate", "2", "--micro-batch", "2", "--check-baseline", "3", *common)
+    assert done.returncode == 0, done.stderr
+    assert "plain loop bit-identical for 3 steps" in done.stdout
+
+
 @pytest.mark.ranks
 def test_a_rank_that_raises_is_told_once(tmp_path, options):
     code = "import shardbook.train.batches as b; b.Batches.micro = lambda *a: 1 / 0"
@@ -303,6 +345,12 @@ def test_text_that_is_not_there_is_one_line(capsys, options, tmp_path):
         (["--config", "nowhere.json"], "model.layers (command line)"),
         (["--device", "tpu"], "run.device = 'tpu' (command line)"),
         (["--ranks", "1", "--port", "4000"], "run.port = 4000 (command line): no effect, as a rank alone meets nobody"),
+        (
+            ["--check-replicas", "2"],
+            "run.check_replicas = 2 (command line): no effect, as stage 3 leaves no parameter on two ranks; use --stage",
+        ),
+        (["--check-replicas", "2", "--ranks", "1", "--stage", "1"], "no effect, as one rank has no replicas; leave it out"),
+        (["--check-replicas", "-1"], "run.check_replicas = -1 (command line)"),
         (["--out", "/proc/nowhere"], "run.out = '/proc/nowhere': can't be made"),
     ],
 )

@@ -118,8 +118,13 @@ def bad_cases(folder, records):
         "a folder of something else": ([folder, b], "no record: it has no manifest.json"),
         "a record alone": ([a], f"nothing to be compared with; give the baseline's record behind it, as in shardbook verify {a}"),
         "a truncated record": ([cut, b], "--unfinished"),
+        "another model": ([records["wide"], b], "records of different models: weight is [2, 6] in the candidate, [2, 4] in the baseline"),
+        "other data": ([records["other"], b], "records of different batches"),
+        "fewer steps": ([records["short"], b], "b.rec has 3; record as many in both, or compare the first 2: --steps 2"),
         "no steps": ([a, b, "--steps", "0"], "--steps 0: allowed is 1 or more"),
-        "more steps than one has": ([a, records["short"], "--steps", "3"], "2"),
+        "more steps than one has": ([a, records["short"], "--steps", "3"], "compare the first 2: --steps 2"),
+        "more steps than both have": ([a, b, "--steps", "4"], "--steps 4: the records have 3 steps; leave it out"),
+        "a recipe's option": ([a, b, "--fp64"], "--fp64: allowed is it with a recipe"),
         "a page that is a folder": ([a, b, "--html", folder], "is a folder; give a file"),
         "a page below a file": ([a, b, "--html", yaml / "x" / "page.html"], f"can't be written, as {yaml} is no folder"),
     }  # fmt: skip
@@ -127,7 +132,9 @@ def bad_cases(folder, records):
 
 NAMES = (
     "no such folder", "no such recipe", "no such rerun", "a file of a record", "an unknown file", "a folder of something else",
-    "a record alone", "a truncated record", "no steps", "more steps than one has", "a page that is a folder", "a page below a file",
+    "a record alone", "a truncated record", "another model", "other data", "fewer steps",
+    "no steps", "more steps than one has", "more steps than both have", "a recipe's option", "a page that is a folder",
+    "a page below a file",
 )  # fmt: skip
 
 
@@ -143,6 +150,22 @@ def test_what_is_wrong_is_said_in_one_line(records, capsys, tmp_path, name):
     assert err.startswith("shardbook: ")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_two_runs_alike_are_identical_and_a_first_part_can_be_compared(records, capsys):
+    code, out, err = said([records["a"], records["b"]], capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("identical: 3 steps, every bit")
+    code, out, err = said([records["a"], records["short"], "--steps", "2", "--json"], capsys)
+    assert (code, err) == (0, "")
+    assert (Verdict.from_json(out).kind, Verdict.from_json(out).num_steps) == ("identical", 2)
+
+
+def test_what_is_whole_of_a_truncated_record_can_be_compared(records, capsys, tmp_path):
+    cut = truncated(tmp_path / "cut.rec", records)
+    code, out, err = said([cut, records["b"], "--unfinished", "--steps", "2", "--json"], capsys)
+    assert (code, err) == (0, "")
+    assert Verdict.from_json(out).kind == "identical"
 
 
 def test_options_of_records_have_no_effect_on_a_recipe(capsys, tmp_path):

@@ -34,7 +34,7 @@ def walk(capsys, monkeypatch, tmp_path):
     script.parent.mkdir()
     script.write_text(EXAMPLE.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "100")
     for place, (kind, body) in enumerate(FENCES):
         if kind == "diff":
             script.write_text(mended(script.read_text(encoding="utf-8")), encoding="utf-8")

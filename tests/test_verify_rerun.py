@@ -15,7 +15,7 @@ from benchmarks.models import SMALL, build
 from shardbook.errors import ConfigError
 from shardbook.verifying import rerun
 from shardbook.verifying.callables import RERUNS, baseline_reruns, record_of
-from shardbook.verifying.reorder import REORDERED
+from shardbook.verifying.reorder import REORDERED, Shuffle
 from tests import ranks
 
 MODES: dict[str, Callable[[], AbstractContextManager]] = dict(RERUNS)
@@ -279,18 +279,26 @@ def test_every_operator_that_is_put_in_another_order_was_tried():
 
 
 def test_rms_norm_as_cuda_has_it():
-    """Its operators are there on a CPU as well, but only where they are asked for."""
-    inputs, weight, gradient = x(4, 5, 30).detach(), x(30).detach(), x(4, 5, 30, seed=3).detach()
+    """Its operators have no kernel on a CPU: what is done to their arguments and results is tried on a formula."""
 
-    def both() -> list[Tensor]:
-        found, rstd = torch.ops.aten._fused_rms_norm(inputs, [30], weight, 1e-5)
-        return [found, rstd, *torch.ops.aten._fused_rms_norm_backward(gradient, inputs, [30], rstd, weight, [True, True])]
+    def backward(a: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        scaled, normal = a["grad_out"] * a["weight"], a["input"] * a["rstd"]
+        return a["rstd"] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True)), (a["grad_out"] * normal).flatten(0, -2).sum(0)
 
-    expected = both()
-    with rerun.order(1):
-        found = both()
-    assert all(torch.allclose(one, other, rtol=1e-11) for one, other in zip(found, expected, strict=True))
-    assert not any(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    inputs = x(4, 5, 30).detach()
+    rstd = inputs.square().mean(-1, keepdim=True).rsqrt()
+    arguments = {
+        "grad_out": x(4, 5, 30, seed=3).detach(),
+        "input": inputs,
+        "normalized_shape": [30],
+        "rstd": rstd,
+        "weight": x(30).detach(),
+    }
+    expected = backward(arguments)
+    undo = REORDERED["_fused_rms_norm_backward"](arguments, Shuffle(1))
+    assert not torch.equal(arguments["input"].flatten(), inputs.flatten())
+    for one, other in zip(undo(backward(arguments)), expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-11)
 
 
 # ---- callables -------------------------------------------------------------------------------------------------------------------

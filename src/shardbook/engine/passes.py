@@ -21,6 +21,7 @@ from shardbook.engine.comm import Pending
 from shardbook.engine.context import Context
 from shardbook.engine.exchange import Tally
 from shardbook.engine.policy import DTYPES
+from shardbook.engine.report import StepReport
 from shardbook.engine.schedule import GatherOrder, ReduceOrder
 from shardbook.engine.unit import Presence, Served, Unit
 from shardbook.errors import UsageError
@@ -46,6 +47,7 @@ class Passes:
         self.reduce_order = _first_reduce_order(units)
         self.entered: Counter[tuple[str, int]] = Counter()  # how often this step's passes have entered each unit
         self.loss_scale = 1.0
+        self.report: StepReport | None = None  # of the last step, or of the one that is being made
         self.in_backward = False
         self._context, self._config, self._residency = context, context.config, context.residency
         self._journal, self._watch = context.journal, context.watch

@@ -53,15 +53,17 @@ class Stepper:
         loss_scale, rates = self._loss_scale.value, self._pieces.learning_rates
         norm, clip_factor, scale = scale_of(totals.raw_norm, totals.weight, loss_scale, self._config.clip_grad_norm)
         nonfinite = None
-        if totals.is_finite:
-            self._step_pieces(scale, totals.has_gradient)
-        else:
+        if not totals.is_finite:
             nonfinite = "loss" if totals.first_nonfinite is None else self._names[totals.first_nonfinite]
             _log.warning("step not applied: non-finite %s", nonfinite if nonfinite == "loss" else f"gradient of {nonfinite!r}")
+        report = StepReport(applied=totals.is_finite, loss=totals.loss, weight=totals.weight, grad_norm=norm, clip_factor=clip_factor,
+                            learning_rates=rates, loss_scale=loss_scale, nonfinite=nonfinite)  # fmt: skip
+        self._passes.report = report  # there while the optimizer steps: whoever watches that sees what its gradients were divided by
+        if totals.is_finite:
+            self._step_pieces(scale, totals.has_gradient)
         self._loss_scale.update(applied=totals.is_finite)
         self._passes.loss_scale = self._loss_scale.value
-        return StepReport(applied=totals.is_finite, loss=totals.loss, weight=totals.weight, grad_norm=norm, clip_factor=clip_factor,
-                          learning_rates=rates, loss_scale=loss_scale, nonfinite=nonfinite)  # fmt: skip
+        return report
 
     @property
     def _flats(self) -> list[Flat]:

@@ -21,15 +21,17 @@ class Facts:
         hash: Σ over rows of a hash of the row.
         numel: elements.
         valid: elements of an integer tensor that are not negative, where negative ones stand for "no target"; None for other types.
+        dtype: its type, without torch's name before it.
     """
 
     hash: Tensor
     numel: int
     valid: Tensor | None
+    dtype: str
 
     def row(self) -> list[Any]:
         """As it is written."""
-        return [self.hash, self.numel, self.valid]
+        return [self.hash, self.numel, self.valid, self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def num_rows_of(tensors: list[Tensor]) -> int:
 
 def _facts(tensor: Tensor, sums: Tensor) -> Facts:
     counts = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-    return Facts(mixed(sums).sum(), tensor.numel(), (tensor >= 0).sum() if counts else None)
+    return Facts(mixed(sums).sum(), tensor.numel(), (tensor >= 0).sum() if counts else None, str(tensor.dtype).removeprefix("torch."))
 
 
 def _rows_together(tensors: list[Tensor], sums: list[Tensor]) -> Tensor:

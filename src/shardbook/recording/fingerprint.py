@@ -31,7 +31,6 @@ _CHUNK_MEMBERS = 16  # fragments: the matrix that sums rows by fragment has memb
 _LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _BELOW_BF16, _BELOW_FP16 = 0xFFFF, 0x1FFF  # bits of a float32 that are zero in values of the type; for fp16 its range counts as well
 _SAMPLED = 16  # columns from one element that is looked at first to the next
-_NARROW_BITS = torch.tensor([1, 2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class Plan:
                 if wide is not None:
                     self._count_wide(chunk, here, bits, wide)
             if wide is not None:
-                out.narrow = ((wide == 0) * _NARROW_BITS.to(self._device)).sum(1)
+                out.narrow = (wide[:, 0] == 0).long() + (wide[:, 1] == 0).long() * 2
         return out
 
     def _nothing(self, *, brief: bool) -> Prints:
@@ -156,7 +155,7 @@ class Plan:
         out.absolute.index_add_(0, chunk.owners, rows)
         mine = torch.where(chunk.sums[num:] == 0, 0.0, values.amax(1)).amax(1)
         out.largest[chunk.members] = torch.maximum(out.largest[chunk.members], mine)
-        if not rows.isfinite().all():
+        if self._device.type != "cpu" or not rows.isfinite().all():  # elsewhere the question would wait for the answer
             out.nonfinite.index_add_(0, chunk.owners, values.isfinite().logical_not_().sum(1))
 
     def _count_wide(self, chunk: _Ready, values: Tensor, lanes: Tensor, wide: Tensor) -> None:
@@ -165,7 +164,7 @@ class Plan:
         Last of all, since it works in the chunk's own memory; values may be without their signs.
         """
         owned = chunk.sums[len(chunk.members) :]
-        if lanes.device.type == "cpu":  # elsewhere the question would wait for the answer
+        if self._device.type == "cpu":
             some = torch.mv(owned, ((lanes[:, ::_SAMPLED] & _BELOW_FP16).amax(1) != 0).double())
             if some.all():
                 wide.index_add_(0, chunk.members, some[:, None].expand(-1, 2))

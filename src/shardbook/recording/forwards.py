@@ -43,6 +43,7 @@ class Forward:
     learning_rates: list[Any]
     evaluating: int
     autocast: str | None
+    holding: int
     output: Prints | None = None
     sampled: tuple[int, torch.dtype] | None = None  # elements and type of the sample
     gradient: Tensor | None = None  # its sample, the sum of all backwards that have come to it
@@ -55,6 +56,7 @@ class Forward:
             "rates": self.learning_rates,
             "evaluating": self.evaluating,
             "autocast": self.autocast,
+            "holding": self.holding,
         }
 
 
@@ -88,7 +90,7 @@ class Watch:
     def __init__(self, run: Recorded, is_complete: Callable[[], bool]) -> None:
         module = run.module
         self._stepper, self._is_complete = run.stepper, is_complete
-        self._modules = list(module.modules())
+        self._modules, self._parameters = list(module.modules()), list(module.parameters())
         self._device = next((parameter.device.type for parameter in module.parameters()), "cpu")
         self._forwards = Forwards()
         self._current: Forward | None = None
@@ -125,6 +127,7 @@ class Watch:
             learning_rates=[_rate(group) for group in self._stepper.param_groups],
             evaluating=sum(not module.training for module in self._modules),
             autocast=self._autocast(),
+            holding=sum(parameter.grad is not None for parameter in self._parameters),
         )
 
     def _inside(self, _: nn.Module, __: Any) -> None:

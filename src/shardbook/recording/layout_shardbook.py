@@ -70,6 +70,11 @@ class ShardbookLayout:
         """This rank's total weight times the loss scale: what the sum over ranks of these divides the gradients by."""
         return self._passes.tally.weight * self._passes.loss_scale
 
+    def divided_by(self) -> Any:
+        """While the optimizer steps: what the engine has divided the gradients by, clipping apart, all ranks together."""
+        report = self._passes.report
+        return None if report is None else report.weight * report.loss_scale
+
     def groups(self) -> list[tuple[Mapping[str, Any], tuple[str, ...]]]:
         names = {id(piece.parameter): piece.member.name for _, piece in self._pieces()}
         return [(group, tuple(names.get(id(parameter), "") for parameter in group["params"])) for group in self._optimizer.param_groups]

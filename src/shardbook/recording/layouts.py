@@ -26,6 +26,7 @@ class Recorded:
         sums: gradients are sums over ranks and micro-batches, which the step divides by the total weight.
         divisor: this rank's part of what the engine's step will divide the gradients by (the sum over ranks is the whole); None where
             the engine doesn't say.
+        divided_by: while the optimizer steps, what the engine has divided them by.
     """
 
     engine: str
@@ -37,6 +38,7 @@ class Recorded:
     steps_in_parts: bool = False
     sums: bool = False
     divisor: Callable[[], Any] = lambda: None
+    divided_by: Callable[[], Any] = lambda: None
 
 
 def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
@@ -59,6 +61,7 @@ def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
         return Recorded(
             engine=engine, module=module, called=called, stepper=optimizer, layout=layout, parameters=parameters, sums=True,
             divisor=layout.divisor,
+            divided_by=layout.divided_by,
         )  # fmt: skip
     if peers_deepspeed.is_zero(optimizer):
         third = engine == "deepspeed 3"

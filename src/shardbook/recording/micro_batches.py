@@ -19,11 +19,13 @@ class TensorFacts:
         hash: 64 bits; Σ over rows (the first dimension) of a hash of the row, so that cuts along rows add up.
         numel: elements.
         valid: elements of an integer tensor that are not negative; None for other types.
+        dtype: its type.
     """
 
     hash: int
     numel: int
     valid: int | None
+    dtype: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,7 @@ class MicroBatch:
         num_rows: of the first of them that has any.
         learning_rates: of the optimizer's parameter groups at that time.
         evaluating: modules that were in evaluation mode.
+        holding: parameters that held a gradient when it began: none in the first of a step, all in later ones, where gradients add up.
         autocast: the type that autocast was computing in, None where it was off.
         output: complete steps: the first floating tensor in the output that requires a gradient, a sample of whole leading rows of up
             to 2^18 elements.
@@ -48,14 +51,15 @@ class MicroBatch:
     learning_rates: tuple[float, ...]
     evaluating: int
     autocast: str | None
+    holding: int = 0
     output: Fingerprint | None = None
     output_gradient: Fingerprint | None = None
 
 
 def facts(row: Sequence[Any]) -> TensorFacts:
-    """As it was written: [hash, elements, valid ones]."""
-    value, numel, valid = row
-    return TensorFacts(value % 2**64, numel, valid)
+    """As it was written: [hash, elements, valid ones, type]."""
+    value, numel, valid, dtype = row
+    return TensorFacts(value % 2**64, numel, valid, dtype)
 
 
 def micro_batches(about: Mapping[str, Any], rows: Mapping[tuple[str, str], Fingerprint]) -> tuple[MicroBatch, ...]:
@@ -67,6 +71,7 @@ def micro_batches(about: Mapping[str, Any], rows: Mapping[tuple[str, str], Finge
             learning_rates=tuple(float(rate) for rate in one["rates"]),
             evaluating=one["evaluating"],
             autocast=one["autocast"],
+            holding=one["holding"],
             output=rows.get((OUTPUT, str(place))),
             output_gradient=rows.get((OUTPUT_GRADIENT, str(place))),
         )

@@ -74,6 +74,7 @@ class Step:
         rng, rng_before: by rank, hash of the random generators' state at ``Recorder.step``, and at the first forward.
         rng_forward: the same when the last forward had ended: backward draws no random numbers that it doesn't give back.
         divisors: by rank, its part of what the engine will divide its sum of gradients by; None where the engine doesn't say.
+        divided_by: by rank, what the engine has in fact divided it by when its optimizer stepped, all ranks together.
         groups: the parameter groups' settings in force, and their parameters, by rank.
         phases: phase -> parameter -> its fingerprint, the parts of all ranks put together, each element once. ``before`` is always
             there: it is the last ``weight`` where that did not change.
@@ -96,6 +97,7 @@ class Step:
     rng_before: tuple[int | None, ...] = ()
     rng_forward: tuple[int | None, ...] = ()
     divisors: tuple[float | None, ...] = ()
+    divided_by: tuple[float | None, ...] = ()
     phases: dict[str, dict[str, Fingerprint]] = field(default_factory=dict[str, dict[str, Fingerprint]])
     parts: dict[str, dict[str, list[Part]]] = field(default_factory=dict[str, dict[str, list[Part]]])
     disagreements: list[Disagreement] = field(default_factory=list[Disagreement])
@@ -188,6 +190,7 @@ class Record:
             rng_before=tuple(one.about.get("rng_before") for one in ranks),
             rng_forward=tuple(one.about.get("rng_forward") for one in ranks),
             divisors=tuple(_number(one.about.get("divisor")) for one in ranks),
+            divided_by=tuple(_number(one.about.get("divided_by")) for one in ranks),
         )
         for rank, one in enumerate(ranks):
             for phase, name, start, fingerprint in one.rows:

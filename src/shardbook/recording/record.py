@@ -189,6 +189,7 @@ class Recorder:
             entry.scalars["groups"] = settings
         self._take(entry, "stepped", self._layout.stepped(), "complete" if entry.complete else "norm")
         entry.scalars["applied"] = True
+        entry.scalars["divided_by"] = self._run.divided_by()
 
     def _after_optimizer(self, *_: Any) -> None:
         if not self._run.steps_in_parts:  # else the last part is known by the next step

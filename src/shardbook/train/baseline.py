@@ -175,7 +175,7 @@ class PlainLoop:
         return part
 
     def _record(
-        self, recorder: Recorder, gradients: Part, loss: float, weight: float, loss_scale: float, given: list[Sequence[Any]]
+        self, recorder: Recorder, gradients: Part, loss: float, weight: float, loss_scale: float, given: list[Sequence[Any]] | None
     ) -> None:
         """The gradient of the objective, before clipping, where a recorder looks for it."""
         self._place(gradients, self._rounded(1.0 / (weight * loss_scale)))

@@ -5,7 +5,7 @@ Every rank runs the same calls; what only rank 0 does (the plain loop, the words
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -54,6 +54,7 @@ class Training:
         self.books = Books(self.engine, world.rank, device, None if recorded else recipe.run.budget, self._plain_tensors)
         self.books.measures = not recorded
         self.recorder: Recorder | None = None
+        self.after_backward: Callable[[int, int], None] = _nothing
         self._replicas = Replicas(self.engine) if recipe.run.check_replicas else None
         self._losses: list[float | None] = []
         self._skipped: list[int] = []
@@ -72,6 +73,7 @@ class Training:
                 self.engine.backward(loss_sum, weight=num_tokens)
                 if self.recorder is not None:
                     done.append((loss_sum.detach(), num_tokens, batch))
+                    self.after_backward(step, micro)
                 del loss_sum, num_tokens, batch
             if self.recorder is not None:
                 _record(self.recorder, done)
@@ -158,6 +160,10 @@ class Training:
             return
         batches = self.batches(step) if self.comparison.plain else []
         self.comparison.after(step, batches, report, seeding(self.recipe.run.seed, step))
+
+
+def _nothing(step: int, micro: int) -> None:
+    """What is done after each micro-batch where nobody asks for anything."""
 
 
 def _record(recorder: Recorder, done: Sequence[Done]) -> None:

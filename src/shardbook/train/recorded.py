@@ -5,6 +5,7 @@ has then given back all that the run held.
 """
 
 import gc
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from shardbook.train.loop import Training, build_plain, open_training
 from shardbook.train.plain_memory import check_plain_fits
 from shardbook.train.prepare import build_batches, read_same_text
 from shardbook.train.recipe import Recipe, Sourced, build_recipe
+from shardbook.train.sampled import Capture, UnitLoop, captured
 from shardbook.train.seeding import seeding
 from shardbook.train.world import ALONE, World, find_world
 from shardbook.verifying.callables import RERUNS
@@ -36,21 +38,29 @@ DOUBLE = "fp64"
 _DOUBLE = Precision(param="fp64", reduce="fp64", grad="fp64", master="fp64")
 
 
-def record_request(job: Mapping[str, Any]) -> list[float] | None:
-    """A rank's part: the run, unless ``job["run"]`` is false; then, on rank 0, each of ``job["variants"]`` of the plain loop.
+Report = Mapping[str, Any]
+"""What the engine said of a step: ``loss`` (NaN where it has none), ``weight``, ``grad_norm``, ``loss_scale``."""
 
-    What comes back is the loss scale of each step, which ``job["scales"]`` gives where there is no run.
+
+def record_request(job: Mapping[str, Any]) -> Sequence[Report]:
+    """A rank's part: the run, if ``job["run"]``; then, on rank 0, each of ``job["variants"]`` of the plain loop, or of that of each unit.
+
+    The engine's reports come back. ``job["reports"]`` has them where there is no run; empty: there has been none.
     """
     recipe = build_recipe({}, {name: Sourced(**given) for name, given in job["recipe"].items()})
     world, folder, steps = find_world(os.environ) or ALONE, Path(job["folder"]), int(job["steps"])
     device = choose_device(recipe.run.device, world)
-    if job["variants"]:
+    units, reports = job["units"], job["reports"]
+    if not units and job["variants"]:
         _check_fits(recipe, device, job["variants"])
-    scales = record_run(recipe, world, device, folder / RUN, steps) if job["run"] else job.get("scales")
-    if world.rank == 0:
-        for variant in job["variants"]:
-            record_plain(recipe, device, folder / variant, steps, scales=scales, variant=variant)
-    return scales
+    if job["run"]:
+        reports = record_run(recipe, world, device, folder, steps, units=units)
+    for variant in job["variants"] if world.rank == 0 else ():
+        if units:
+            record_units(recipe, device, folder, units, reports=reports, variant=variant)
+        else:
+            record_plain(recipe, device, folder / variant, steps, reports=reports, variant=variant)
+    return reports
 
 
 def _check_fits(recipe: Recipe, device: torch.device, variants: Sequence[str]) -> None:
@@ -59,26 +69,40 @@ def _check_fits(recipe: Recipe, device: torch.device, variants: Sequence[str]) -
     check_plain_fits(recipe, device, remedy=remedy, precision=_DOUBLE if DOUBLE in variants else None)
 
 
-def record_run(recipe: Recipe, world: World, device: torch.device, folder: Path, steps: int) -> list[float]:
-    """The first ``steps`` steps of the recipe's run on this rank; the loss scale of each."""
+def record_run(recipe: Recipe, world: World, device: torch.device, folder: Path, steps: int, *, units: Sequence[str] = ()) -> list[Report]:
+    """The first ``steps`` steps of the recipe's run on this rank, and what goes into ``units``."""
     with process_group(world, device), open_training(recipe, world, device, recorded=True) as training:
-        scales = _record(training, folder, steps)
+        captures = [Capture(training.engine.model, unit, folder_of(folder, index), world.rank) for index, unit in enumerate(units)]
+        reports = record_training(training, folder / RUN, steps, captures)
+        for capture in captures:
+            capture.close()
     del training
     gc.collect()
-    return scales
+    return reports
 
 
-def _record(training: Training, folder: Path, steps: int) -> list[float]:
+def record_training(training: Training, folder: Path, steps: int, captures: Sequence[Capture] = ()) -> list[Report]:
+    """The first ``steps`` steps of a training that has not begun, which must have been opened as ``recorded``."""
     engine = training.engine
     assert engine.optimizer is not None
+
+    def write(step: int, micro: int) -> None:
+        for capture in captures:
+            capture.write(step, micro)
+
+    training.after_backward = write
+    reports: list[Report] = []
     with record(engine.model, engine.optimizer, folder, complete_every=1) as training.recorder:
-        scales = [training.step(step).loss_scale for step in range(1, steps + 1)]
+        for step in range(1, steps + 1):
+            told = training.step(step)
+            loss = math.nan if told.loss is None else told.loss
+            reports.append({"loss": loss, "weight": told.weight, "grad_norm": told.grad_norm, "loss_scale": told.loss_scale})
     training.recorder = None
-    return scales
+    return reports
 
 
 def record_plain(
-    recipe: Recipe, device: torch.device, folder: Path, steps: int, *, scales: Sequence[float] | None = None, variant: str = PLAIN
+    recipe: Recipe, device: torch.device, folder: Path, steps: int, *, reports: Sequence[Report] = (), variant: str = PLAIN
 ) -> None:
     """The first ``steps`` steps of the plain loop over all ranks' micro-batches, in this process.
 
@@ -87,7 +111,7 @@ def record_plain(
         device: the run's.
         folder: for the record.
         steps: how many.
-        scales: the loss scale of each step of the run; None: there is no run.
+        reports: the engine's, for the loss scale of each step; empty: there is no run.
         variant: :data:`PLAIN`, :data:`DOUBLE`, or the name of one of :data:`shardbook.verifying.callables.RERUNS`.
 
     Raises:
@@ -96,7 +120,7 @@ def record_plain(
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True)
     data, seed = Given(recipe, device), recipe.run.seed
-    scales = [1.0] * steps if variant == DOUBLE else scales or _scales(recipe, steps)
+    scales = [1.0] * steps if variant == DOUBLE else [report["loss_scale"] for report in reports] or _scales(recipe, steps)
     loop = build_plain(recipe, device, _DOUBLE if variant == DOUBLE else None)
     loop.check_repeatable(data.step(1)[0][0], seeding(seed, 1))
     mode = dict(RERUNS).get(variant, nullcontext)
@@ -104,6 +128,27 @@ def record_plain(
         for step, scale in enumerate(scales, 1):
             with mode():
                 loop.step(data.step(step), scale, seeding(seed, step))
+
+
+def record_units(
+    recipe: Recipe, device: torch.device, folder: Path, units: Sequence[str], *, reports: Sequence[Report], variant: str = PLAIN
+) -> None:
+    """The plain loop of each unit, one after the other, over what the run has written down of it: to ``unit-k/variant``."""
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+    mode = dict(RERUNS).get(variant, nullcontext)
+    for index, unit in enumerate(units):
+        place, loop = folder_of(folder, index), UnitLoop(recipe, unit, device)
+        with record(InOrder(loop), loop.optimizer, place / variant, complete_every=1) as loop.recorder:
+            for step, report in enumerate(reports, 1):
+                batches = captured(place, step, recipe.run.ranks, recipe.zero.accumulate)
+                with mode():
+                    loop.reported(report).step(batches, report["loss_scale"])
+
+
+def folder_of(folder: Path, index: int) -> Path:
+    """Of what is known of one of the chosen units."""
+    return folder / f"unit-{index}"
 
 
 class Given:
@@ -122,11 +167,11 @@ class Given:
 
 
 class InOrder(nn.Module):
-    """The model's parameters in the optimizer's order, in which a recorder gives the masters their names."""
+    """A loop's parameters under their names, in the optimizer's order, in which a recorder gives the masters theirs."""
 
     def __init__(self, loop: PlainLoop) -> None:
         super().__init__()
-        numbers = {id(master): number for number, master in enumerate(loop.masters or ())}
+        numbers = {id(held): number for number, held in enumerate(loop.masters or loop.model.parameters())}
         held = [numbers[id(master)] for group in loop.optimizer.param_groups for master in group["params"]]
         parameters = list(loop.model.parameters())
         self._parameters = {loop.names[number]: parameters[number] for number in held}

@@ -52,6 +52,7 @@ class Capture:
         module = check_unit(model, name)
         self._name, self._folder, self._rank = name, folder, rank
         self._called: dict[str, Any] | None = None
+        self._is_used = False
         self._gradients: list[Tensor | None] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._handles = [
@@ -65,16 +66,26 @@ class Capture:
         self._called, self._gradients = None, []
 
     def close(self) -> None:
+        """Take the hooks off.
+
+        Raises:
+            ConfigError: the unit was never called.
+        """
         for handle in self._handles:
             handle.remove()
+        if not self._is_used:
+            raise ConfigError(
+                f"units = {self._name!r}: it is never called itself, as a list of modules isn't; choose what is in it, or around it"
+            )
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
         if self._called is not None:
             raise ConfigError(f"units = {self._name!r}: it is called twice in a micro-batch; choose a unit that is called once")
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         self._called = {"args": self._copied(args), "kwargs": self._copied(kwargs), "rng": torch.get_rng_state(), "cuda": cuda}
+        self._is_used = True
         self._called["needs"] = [tensor.requires_grad for tensor in tensors_of((args, kwargs))]
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -114,6 +125,7 @@ class UnitLoop(PlainLoop):
 
     def __init__(self, recipe: Recipe, name: str, device: torch.device) -> None:
         self._report: Mapping[str, Any] = {}
+        self._device = device
         super().__init__(
             _build_unit(recipe, name, device),
             recipe.zero,
@@ -135,19 +147,24 @@ class UnitLoop(PlainLoop):
 
     def _part(self, batch: Sequence[Any], loss_scale: float) -> tuple[float, float, Part]:
         """Gradients of one micro-batch: from a gradient that bears the loss scale already."""
-        (written,) = batch
-        called, gradients = written["called"], written["gradients"]
-        if called is not None:
-            for tensor, needs in zip(tensors_of((called["args"], called["kwargs"])), called["needs"], strict=True):
-                tensor.requires_grad_(needs)
-            torch.set_rng_state(called["rng"])
-            if called["cuda"]:
-                torch.cuda.set_rng_state_all(called["cuda"])
-            outputs = tensors_of(self.model(*called["args"], **called["kwargs"]))
+        written = torch.load(batch[0], map_location="cpu", weights_only=True)
+        if written["called"] is not None:
+            outputs = self._again(written["called"])
+            gradients = moved(written["gradients"], self._device)
             pairs = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         return 0.0, 0.0, self._take_gradients()
+
+    def _again(self, called: Mapping[str, Any]) -> list[Tensor]:
+        """The unit's outputs, from what it was called with and the random numbers that it had."""
+        args, kwargs = (moved(called[name], self._device) for name in ("args", "kwargs"))
+        for tensor, needs in zip(tensors_of((args, kwargs)), called["needs"], strict=True):
+            tensor.requires_grad_(needs)
+        torch.set_rng_state(called["rng"])
+        if called["cuda"] is not None:
+            torch.cuda.set_rng_state(called["cuda"])
+        return tensors_of(self.model(*args, **kwargs))
 
     def _record(
         self, recorder: Recorder, gradients: Part, loss: float, weight: float, loss_scale: float, given: list[Sequence[Any]] | None
@@ -155,16 +172,22 @@ class UnitLoop(PlainLoop):
         super()._record(recorder, gradients, loss, weight, loss_scale, None)
 
 
-def read_captures(folder: Path, step: int, num_ranks: int, num_micro: int, device: torch.device) -> list[list[tuple[Any]]]:
-    """``[rank][micro]``: what :class:`Capture` wrote for a step."""
-    return [
-        [(torch.load(file_of(folder, step, rank, micro), map_location=_placed(device), weights_only=True),) for micro in range(num_micro)]
-        for rank in range(num_ranks)
-    ]
+def captured(folder: Path, step: int, num_ranks: int, num_micro: int) -> list[list[tuple[Path]]]:
+    """``[rank][micro]``: the files that :class:`Capture` wrote for a step; each is read when its turn comes."""
+    return [[(file_of(folder, step, rank, micro),) for micro in range(num_micro)] for rank in range(num_ranks)]
 
 
 def file_of(folder: Path, step: int, rank: int, micro: int) -> Path:
     return folder / f"step-{step:06d}-rank-{rank:05d}-micro-{micro:04d}.pt"
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same with its tensors on ``device``."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(item, device) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return type(value)(moved(item, device) for item in value) if isinstance(value, (tuple, list)) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -185,8 +208,3 @@ def _build_unit(recipe: Recipe, name: str, device: torch.device) -> nn.Module:
     unit.to_empty(device=device)
     init_weights(unit)
     return unit
-
-
-def _placed(device: torch.device) -> Any:
-    """The generators' states stay on the host, where they belong."""
-    return lambda storage, _: storage if storage.nbytes() and storage.dtype == torch.uint8 else storage.to(device)  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType]

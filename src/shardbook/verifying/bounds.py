@@ -8,9 +8,10 @@ The question is asked phase by phase: a fault shows where a phase's outputs are 
   precision, v. A parameter whose gradient nearly cancels is held to what its share of elements would have of the whole.
 * **Weights that differ before.** A gradient changes by as much as the baseline's changed from one step to the next per change of its
   weights (a secant of the run itself), times the distance of the weights.
-* **Updates.** From the same gradients and states: the rounding of the weights, and of the update's own arithmetic. From gradients a
-  relative distance r apart, an update that is divided by its own size turns over in elements whose gradient is smaller than the
-  distance, about r of them: the quantile of a Poisson count, two units each.
+* **Updates.** From the same gradients and states: the rounding of the weights, and of the update's own arithmetic. Where gradients
+  are apart and the optimizer divides them by their size, an element whose gradient is smaller than the distance may turn over, whatever
+  its size: two units each, so that one parameter's update says nothing. One factor for all parameters does (`systematic`), and so does
+  a part of all updates that is a multiple of the weights.
 """
 
 import math
@@ -21,7 +22,7 @@ from shardbook.recording.prints import NUM_PROJECTIONS
 from shardbook.verifying.case import Facts, norm_of
 from shardbook.verifying.closeness import Closeness
 from shardbook.verifying.pairing import Pair
-from shardbook.verifying.statistics import CHANCE, f_quantile, normal_deviations, poisson_quantile, unit_roundoff
+from shardbook.verifying.statistics import CHANCE, f_quantile, normal_deviations, unit_roundoff
 
 _SINGLE = unit_roundoff("float32")
 _UPDATE_ROUNDINGS = 16  # operations of Adam's update on one element, each rounded once
@@ -33,35 +34,31 @@ class Bounds:
     """Bounds of one verdict; `enter` is told each step in turn.
 
     Args:
-        compute: narrowest type in which either run makes its products.
         num_comparisons: of all phases, parameters and steps; the chance of a false alarm is divided among them.
     """
 
-    compute: str | None
     num_comparisons: int
     num_parameters: int
     reruns: Mapping[tuple[int, str], Mapping[str, Sequence[float]]] = field(
         default_factory=dict[tuple[int, str], Mapping[str, Sequence[float]]]
     )
+    roundoff: float = _SINGLE
     _facts: Facts | None = None
     _noise: float = 0.0
     _carried: float = 0.0
     _share: float = 0.0
     _stepped: dict[str, float] = field(default_factory=dict[str, float])
+    _largest: dict[str, float] = field(default_factory=dict[str, float])
     _before: tuple[float, Pair] | None = None
 
     @property
     def chance(self) -> float:
         return CHANCE / max(1, self.num_comparisons)
 
-    @property
-    def roundoff(self) -> float:
-        return max(unit_roundoff(self.compute), 0.0) or _SINGLE
-
     def enter(self, facts: Facts) -> None:
         """From here on bounds are this step's."""
         self._facts = facts
-        terms = _num_terms(facts)
+        terms, self.roundoff = _num_terms(facts), facts.roundoff
         wide = min(_SINGLE, self.roundoff)
         self._noise = normal_deviations(self.chance) * (self.roundoff * math.sqrt(self.num_parameters) + wide * math.sqrt(terms))
         apart = math.sqrt(sum((one.distance * one.other) ** 2 for one in facts.before.values() if math.isfinite(one.distance)))
@@ -70,11 +67,15 @@ class Bounds:
         total = sum(one.numel for one in facts.gradient.values()) or 1
         self._share = norm / math.sqrt(total)
 
-    def leave(self, facts: Facts) -> None:
-        """The step is compared: what later ones have to know of it."""
+    def has_stepped(self, facts: Facts) -> None:
+        """What the optimizer was given in this step is known: updates and states follow from it."""
         for name, one in facts.stepped.items():
             if math.isfinite(one.distance) and not one.same:
                 self._stepped[name] = max(self._stepped.get(name, 0.0), one.distance)
+                self._largest[name] = max(self._largest.get(name, 0.0), one.other)
+
+    def leave(self, facts: Facts) -> None:
+        """The step is compared: what later ones have to know of it."""
         gradient = norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]
         self._before = gradient, facts.pair
 
@@ -105,28 +106,30 @@ class Bounds:
 
     def update(self, facts: Facts, name: str, one: Closeness) -> float:
         """Relative to the update."""
-        stepped = facts.stepped.get(name)
-        apart = max(self._stepped.get(name, 0.0), stepped.distance if stepped is not None and not stepped.same else 0.0)
+        apart = self._stepped.get(name, 0.0)
         after = facts.pair.baseline.phases["weight"][name]
         if not one.other:  # it stood still: frozen, or without a gradient
             return math.inf if apart else 0.0
         rounding = 2.0 * unit_roundoff(after.dtype) * after.norm / one.other
         arithmetic = _UPDATE_ROUNDINGS * max(unit_roundoff(after.dtype), _SINGLE) if after.dtype != "float64" else 2.0**-48
-        return rounding + arithmetic + self._turned(apart, one.numel) + self._rerun("update", name)
+        carried = apart and 2.0 if self._divides(facts) else 4.0 * apart * max(1.0, self._room(facts, name, one))
+        return rounding + arithmetic + carried
 
     def state(self, name: str, one: Closeness, stepped: float) -> float:
         """Relative; moments are sums of gradients and of their squares."""
         largest = max(self._stepped.get(name, 0.0), 0.0)
         room = max(1.0, stepped / one.other) if one.other else math.inf
-        return 4.0 * largest * room + _UPDATE_ROUNDINGS * _SINGLE + self._rerun("state", name)
+        return 4.0 * largest * room + _UPDATE_ROUNDINGS * _SINGLE
 
-    def _turned(self, apart: float, numel: int) -> float:
-        if apart == 0.0:
-            return 0.0
-        if apart >= 1.0 or not numel:
-            return 2.0
-        turned = poisson_quantile(numel * apart, self.chance) + 1
-        return min(2.0, 2.0 * math.sqrt(turned / numel) + 2.0 * apart)
+    @staticmethod
+    def _divides(facts: Facts) -> bool:
+        """Whether the optimizer divides a gradient by its size: its states are more than sums of gradients."""
+        return bool(set(facts.states) - {"momentum_buffer"})
+
+    def _room(self, facts: Facts, name: str, one: Closeness) -> float:
+        """How much larger the gradients were that the update is made of, than it is itself: what nearly cancels is mostly rounding."""
+        rate = float(facts.settings(1).get(name, {}).get("lr", 1.0))
+        return self._largest.get(name, 0.0) * rate / one.other
 
     def _secant(self, facts: Facts) -> float:
         """Change of the baseline's gradient per change of its weights, from the step before to this one."""

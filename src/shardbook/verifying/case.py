@@ -11,6 +11,7 @@ from shardbook.recording.read import Record, Step
 from shardbook.verifying.closeness import Closeness, Together, closeness, together
 from shardbook.verifying.forwards import Matched, matched
 from shardbook.verifying.pairing import Names, Pair, divisor_of, total_weight
+from shardbook.verifying.statistics import unit_roundoff
 from shardbook.verifying.verdict import PhaseResult
 
 Unit = Literal["engine", "found", "sum"]
@@ -112,6 +113,22 @@ class Facts:
     def same_before(self) -> bool:
         """Whether both enter this step with the same weights, to the bit."""
         return bool(self.before) and all(one.same for one in self.before.values())
+
+    @cached_property
+    def roundoff(self) -> float:
+        """Unit roundoff of the narrowest type that either run makes its products in."""
+        casts = [micro.autocast for step in self.sides for micros in step.micro_batches for micro in micros if micro.autocast]
+        compute = [str(record.manifest.get("compute", "float32")) for record in self.records]
+        return unit_roundoff("+".join([*compute, *casts])) or unit_roundoff("float32")
+
+    @property
+    def near(self) -> float:
+        """Relative distance that still is rounding's: a fault is larger. Generous, for what only supports a diagnosis."""
+        return min(0.1, 2000 * self.roundoff)
+
+    def entered_alike(self) -> bool:
+        """Whether both enter this step with weights that rounding may have parted."""
+        return bool(self.before) and all(one.same or one.distance < self.near for one in self.before.values())
 
     def settings(self, side: int) -> dict[str, Mapping[str, Any]]:
         """Parameter -> its group's settings in this step. ``side``: 0 the candidate, 1 the baseline."""
@@ -223,9 +240,14 @@ class Case:
 
     @property
     def same_outputs(self) -> bool | None:
-        """Whether the model gave the same for the same; None where that isn't recorded."""
-        known = [one.output.same for one in self.forwards if one.output is not None and one.same_inputs]
-        return all(known) if known else None
+        """Whether the model gave the same for the same, but for rounding; None where that isn't recorded."""
+        known = [one.output for one in self.forwards if one.output is not None and one.same_inputs]
+        return all(one.same or one.distance < self.here.near for one in known) if known else None
+
+    @cached_property
+    def sent_back(self) -> Together | None:
+        """What reached the outputs, all micro-batches together."""
+        return together(one.gradient for one in self.forwards if one.gradient is not None)
 
     def at(self, *phases: str) -> bool:
         """Whether the first divergence is in one of these."""

@@ -21,6 +21,9 @@ _SAME_NUMBER = 2.0**-40
 
 _SAME_SINGLE = 2.0**-22
 
+_LEAST_ROUNDED = 2.0**-14
+"""Relative distance of values from themselves in fp16, at least: unit roundoff 2^-11, evenly spread errors of half of that."""
+
 
 def compare_start(facts: Facts) -> list[PhaseResult]:
     """The state before the first step."""
@@ -38,6 +41,7 @@ def compare_step(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     found = [*_data(facts), *_entered(facts), *_replicas(facts, "before", "model")]
     found += [*_forward(facts, bounds), *_outputs(facts, bounds)]
     found += [*_replicas(facts, "gradient"), *_narrower(facts, "gradient", "backward"), *_gradient(facts, bounds), *_clip(facts, bounds)]
+    bounds.has_stepped(facts)
     found += [*_settings(facts), *_narrower(facts, "weight", "update"), *_update(facts, bounds), *_replicas(facts, "weight")]
     found += [*_states(facts, bounds), *_buffers(facts)]
     bounds.leave(facts)
@@ -67,7 +71,8 @@ def data_of(facts: Facts, side: int) -> tuple[int, ...]:
     found: tuple[int, ...] = ()
     if all(any(one.batches) for one in both):
         found += (step.data,)
-    if all(any(one.micro_batches) for one in both):
+    types = [{one.dtype for micros in step.micro_batches for micro in micros for one in micro.inputs} for step in both]
+    if all(any(one.micro_batches) for one in both) and types[0] == types[1]:  # else one casts before the model is called, the other inside
         found += (sum(hash(tuple(one.hash for one in micro.inputs)) for micros in step.micro_batches for micro in micros) % 2**64,)
     return found if len(found) < 2 or not _cut_differently(facts) else found[:1]
 
@@ -212,10 +217,19 @@ def _systematic(number: int, phase: Phase, ones: Mapping[str, Closeness], limits
 
 def _narrower(facts: Facts, name: str, phase: Phase) -> list[PhaseResult]:
     """What the candidate holds in a narrower type than the baseline. One micro-batch's gradient may come so: nothing was added in it."""
-    narrower = narrower_in(facts, name)
+    narrower = [one for one in narrower_in(facts, name) if _is_rounded(facts, name, one)]
     if not narrower or (name == "gradient" and facts.num_accumulated < 2):
         return []
     return [PhaseResult(step=facts.number, phase=phase, parameter=narrower[0], deviation=1.0, same_bits=False, num_compared=len(narrower))]
+
+
+def _is_rounded(facts: Facts, phase: str, name: str) -> bool:
+    """Whether the values themselves are as far apart as a rounding takes them: some come to 16-bit values by themselves."""
+    mine, theirs = (step.phases[phase][name] for step in facts.sides)
+    if mine.dtype != theirs.dtype:
+        return True
+    one = facts.gradient[name] if phase == "gradient" else Closeness.of(mine, theirs)
+    return one.distance > _LEAST_ROUNDED
 
 
 def narrower_in(facts: Facts, phase: str) -> list[str]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 
-from shardbook.verifying import rules_clip, rules_data, rules_precision, rules_ranks, rules_scale, rules_settings, rules_state
+from shardbook.verifying import rules_clip, rules_cut, rules_data, rules_precision, rules_ranks, rules_scale, rules_settings, rules_state
 from shardbook.verifying.case import Case
 from shardbook.verifying.findings import Finding
 
 _RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     rules_data.micro_batch_dropped, rules_data.ranks_share, rules_data.mean_of_means, rules_data.padding_counted, rules_data.labels_shifted,
-    rules_scale.scale,
+    rules_cut.mean_of_means_cut, rules_scale.scale,
     rules_clip.per_rank, rules_clip.before_unscale, rules_clip.unexpected,
     rules_settings.per_micro_batch, rules_settings.offset, rules_settings.decay, rules_settings.betas, rules_settings.eps,
     rules_settings.explained_by_settings,

@@ -36,10 +36,7 @@ def judge(
     number = num_steps(candidate, baseline, steps)
     case = Case((candidate, baseline), match(candidate, baseline))
     spread = distances(baseline, reruns, number)
-    compute = [str(record.manifest.get("compute", "float32")) for record in (candidate, baseline)]
-    bounds = Bounds(
-        compute="+".join(compute), num_comparisons=number * 6 * len(case.names.common), num_parameters=len(case.names.common), reruns=spread
-    )
+    bounds = Bounds(num_comparisons=number * 6 * len(case.names.common), num_parameters=len(case.names.common), reruns=spread)
     phases, losses = _walk(case, bounds, number)
     first = next((one for one in phases if one.exceeds), None)
     told = Verdict(

@@ -110,7 +110,10 @@ def divisor_of(record: Record, step: Step) -> float:
     """What the engine says it divides its sum by; 1 where gradients are as they are."""
     if not record.sums_gradients:
         return 1.0
-    known = [one for one in getattr(step, "divisors", ()) if one is not None]
+    done = [one for one in step.divided_by if one]
+    if done:
+        return done[0]
+    known = [one for one in step.divisors if one is not None]
     if known and len(known) == len(step.weights):
         return sum(known) or 1.0
     return total_weight(step) or 1.0

@@ -28,6 +28,13 @@ def micro_batch_dropped(case: Case) -> Iterator[Finding]:
             "data.micro_batch_dropped", CERTAIN,
             f"step {case.here.number}: {len(silent)} of {len(case.forwards)} micro-batches had a forward and no backward",
         )  # fmt: skip
+    held = [one for one in case.forwards if one.baseline.holding and not one.candidate.holding]
+    if held and case.records[0].engine in ("plain", "ddp") and case.at("backward", "reduce"):
+        yield Finding(
+            "data.micro_batch_dropped", CERTAIN,
+            f"step {case.here.number}: {len(held)} micro-batches began without a gradient where the baseline holds that of those before: "
+            f"it was cleared in between",
+        )  # fmt: skip
     found = case.here.gradients
     if (
         not silent
@@ -69,7 +76,7 @@ def mean_of_means(case: Case) -> Iterator[Finding]:
     ratios = [one.gradient.ratio for one in ones if one.gradient is not None]
     tokens = [one.counted.valid for one in ones if one.counted is not None]
     pure = all((one.gradient.rest or 0.0) < 0.02 for one in ones if one.gradient is not None)
-    if len(ones) > 1 and pure and varies(ratios) > _EXACT:
+    if len(ones) > 1 and pure and case.same_outputs is not False and varies(ratios) > _EXACT:
         by_rank = _tokens_by_rank(ones)
         explained = min(
             varies([ratio * count for ratio, count in zip(ratios, tokens, strict=True)]),
@@ -143,12 +150,13 @@ def _padding_in_each(case: Case, ones: list[Matched]) -> Iterator[Finding]:
 def _padding_in_sum(case: Case, ones: list[Matched]) -> Iterator[Finding]:
     """Losses of ignored places are in it."""
     mine, theirs = (total_weight(step) for step in case.here.sides)
-    rests = [one.gradient for one in ones if one.gradient is not None and not one.is_loss]
-    if rests and all((one.rest or 0.0) > 0.02 and one.ratio > 0.3 for one in rests) and case.same_outputs is not False:
+    back = case.sent_back
+    if ones and back is not None and not any(one.is_loss for one in ones) and case.same_outputs is not False and 0.02 < back.rest < 0.75:
+        more = mine is not None and theirs is not None and mine > theirs
         yield Finding(
-            "weight.padding_counted", LIKELY,
-            f"step {case.here.number}: places whose target is to be ignored reach the gradient: {rests[0].ratio:.3f} of the baseline's is in "
-            f"what reached the outputs, and as much again is new",
+            "weight.padding_counted", LIKELY + 0.05 if more else LIKELY if back.ratio > 0.2 else POSSIBLE,
+            f"step {case.here.number}: places whose target is to be ignored reach the gradient: what reached the outputs has "
+            f"{back.ratio:.3f} of the baseline's, and {back.rest:.2f} of it is new",
         )  # fmt: skip
     if mine and theirs and mine > theirs and mine == sum(one.counted.numel for one in case.forwards if one.counted is not None):
         yield Finding(
@@ -157,7 +165,7 @@ def _padding_in_sum(case: Case, ones: list[Matched]) -> Iterator[Finding]:
             f"step {case.here.number}: all {mine:g} places are counted, {theirs:g} of them have a target",
         )
     losses = [one for one in ones if one.is_loss and one.output is not None]
-    if losses and case.here.same_before() and all(one.output is not None and not one.output.same for one in losses):
+    if losses and case.here.entered_alike() and all(one.output is not None and not one.output.same for one in losses):
         whole = [one for one in case.forwards if one not in ones and one.output is not None]
         if whole and all(one.output is not None and one.output.same for one in whole):
             yield Finding(
@@ -168,17 +176,19 @@ def _padding_in_sum(case: Case, ones: list[Matched]) -> Iterator[Finding]:
 def labels_shifted(case: Case) -> Iterator[Finding]:
     """Other targets for the same inputs."""
     here = case.here
-    if not here.same_before():
+    if not here.entered_alike():
         return
     given = [_places(step) for step in here.sides]
     if all(len(one) > 1 for one in given) and given[0][0] == given[1][0] and given[0][1:] != given[1][1:]:
         yield Finding("weight.labels_shifted", CERTAIN, f"step {here.number}: the same inputs come with other targets")
-    gradients = [one.gradient for one in case.forwards if one.gradient is not None and not one.is_loss]
-    if gradients and case.same_outputs is not False and all((one.rest or 0.0) > 0.3 and one.ratio < 0.7 for one in gradients):
+    back = case.sent_back
+    if back is not None and not any(one.is_loss for one in case.forwards) and case.same_outputs is not False and back.rest > 0.3:
+        mine, theirs = (total_weight(step) for step in here.sides)
+        other = back.rest > 0.75 or (mine is not None and theirs is not None and mine < theirs)
         yield Finding(
-            "weight.labels_shifted", LIKELY + 0.05,
-            f"step {here.number}: the model gives the same, but what the loss sends back has {max(0.0, gradients[0].ratio):.2f} of the baseline's "
-            f"in it: the losses are of other targets",
+            "weight.labels_shifted", LIKELY + 0.05 if other else PLAUSIBLE,
+            f"step {here.number}: the model gives the same, and {back.rest:.2f} of what the loss sends back is in another direction than the "
+            f"baseline's: the losses are of other targets",
         )  # fmt: skip
     losses = [one.output for one in case.forwards if one.is_loss and one.output is not None]
     found = here.gradients

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from shardbook.verifying.case import Case, Facts
+from shardbook.verifying.closeness import Closeness
 from shardbook.verifying.comparing import narrower_in
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
 
@@ -21,6 +22,12 @@ def master(case: Case) -> Iterator[Finding]:
         yield Finding(
             "precision.master", CERTAIN + 0.01,
             f"step {where.number}: what the optimizer updates is held {what} ({held[0]}), in the baseline in full precision",
+        )  # fmt: skip
+    between = [name for name in narrower_in(case.here, "before") if case.here.changed(0, name)] if case.here.number > 1 else []
+    if between:
+        yield Finding(
+            "precision.master", CERTAIN + 0.01,
+            f"step {case.here.number}: {between[0]} was rounded to values of a 16-bit type after the last step",
         )  # fmt: skip
     if first is None or case.first > 1:
         return
@@ -50,8 +57,8 @@ def moment(case: Case) -> Iterator[Finding]:
             return
     if not case.at("state", "update") or not _given_alike(here):
         return
-    off = {name: one for ones in here.states.values() for name, one in ones.items() if not one.same and one.other}
-    if off and all(abs(one.ratio - 1.0) < 0.02 for one in off.values()) and max(abs(one.ratio - 1.0) for one in off.values()) > 1e-7:
+    off = {name: one for ones in here.states.values() for name, one in ones.items() if not one.same and one.other and _apart(one) > 1e-6}
+    if off and all(_apart(one) < 0.02 for one in off.values()):
         yield Finding(
             "precision.moment", PLAUSIBLE + 0.1,
             f"step {here.number}: from the same gradients the moments of {len(off)} parameters differ by "
@@ -85,4 +92,8 @@ def accumulation(case: Case) -> Iterator[Finding]:
 
 
 def _given_alike(facts: Facts) -> bool:
-    return bool(facts.stepped) and all(one.same for one in facts.stepped.values())
+    return bool(facts.stepped) and all(one.same or one.distance < facts.near for one in facts.stepped.values())
+
+
+def _apart(one: Closeness) -> float:
+    return abs(one.ratio - 1.0)

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from shardbook.verifying.case import Case
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
 
-_SHOWS = 1e-3
-
 
 def reduce_missing(case: Case) -> Iterator[Finding]:
     """Gradients that only their own rank added to."""
@@ -18,9 +16,9 @@ def reduce_missing(case: Case) -> Iterator[Finding]:
                 f"step {here.number}: ranks {one.other} and {one.rank} hold different reduced gradients of {one.parameter}",
             )  # fmt: skip
             break
-    if not case.at("backward", "reduce") or not here.same_before():
+    if not case.at("backward", "reduce") or not here.entered_alike():
         return
-    off = {name: one for name, one in here.gradient.items() if not one.same and one.distance > _SHOWS}
+    off = {name: one for name, one in here.gradient.items() if not one.same and one.distance > here.near}
     if not off or case.same_outputs is False or _loss_is_weighed_otherwise(case):
         return
     many = max(case.num_ranks) > 1
@@ -48,9 +46,9 @@ def replica_stale(case: Case) -> Iterator[Finding]:
             )  # fmt: skip
             break
     yield from _stale_copies(case)
-    if here.number > 1 and here.same_before() and case.at("forward", "backward", "reduce"):
+    if here.number > 1 and here.entered_alike() and case.at("forward", "backward", "reduce"):
         known = [one for one in case.forwards if one.output is not None and one.same_inputs]
-        wrong = [one for one in known if one.output is not None and not one.output.same]
+        wrong = [one for one in known if one.output is not None and not (one.output.same or one.output.distance < here.near)]
         if wrong and case.at("forward"):
             ranks = sorted({one.rank for one in wrong})
             some = len(wrong) < len(known)

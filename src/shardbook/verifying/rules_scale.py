@@ -35,7 +35,8 @@ def scale(case: Case) -> Iterator[Finding]:
 
 def _finding(case: Case, found: Together, what: str, number: int, *, over: bool) -> Finding:
     rule, why = _RULES[what, over]
-    sure = CERTAIN if found.is_multiple else LIKELY
+    pure = found.rest < min(0.1, 2000 * case.here.roundoff)
+    sure = CERTAIN if pure else PLAUSIBLE
     other = max(case.num_ranks) if what == "micro" else case.per_rank
     if other == number or (what == "ranks" and max(case.num_ranks) == 1):
         sure = _by_output(case, found, what)

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardbook.recording.prints import Fingerprint
 from shardbook.verifying.case import Case, updates
-from shardbook.verifying.closeness import Closeness
+from shardbook.verifying.closeness import Closeness, together
 from shardbook.verifying.comparing import setting_difference
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
 
@@ -51,6 +51,14 @@ def offset(case: Case) -> Iterator[Finding]:
                 when = f"{abs(by)} step{'s' if abs(by) > 1 else ''} {'later' if by > 0 else 'earlier'}"
                 yield Finding("schedule.offset", sure, f"the learning rate of every step is the one that the baseline has {when}")
                 return
+        speed = _speed(mine, theirs)
+        if speed is not None and abs(speed - 1.0) < 1e-3:
+            yield Finding(
+                "schedule.offset",
+                LIKELY,
+                f"the learning rate moves as fast as the baseline's, from {mine[0]:.6g} instead of {theirs[0]:.6g}",
+            )
+            return
         at = case.here.number - 1
         yield Finding(
             "schedule.offset", PLAUSIBLE, f"step {case.here.number}: the learning rate is {mine[at]:.6g} instead of {theirs[at]:.6g}"
@@ -111,36 +119,31 @@ def _count(differs: Mapping[str, Any]) -> str:
 
 
 def _by_weights(case: Case) -> Iterator[Finding]:
-    """What the two runs differ by, held against the weights themselves."""
-    here = case.here
-    places = [("update", _residuals(case, "update"))] if case.at("update", "state") else []
-    if case.at("backward", "reduce", "clip"):
-        places += [(phase, _residuals(case, phase)) for phase in ("gradient", "stepped")]
-    for phase, residuals in places:
-        if not residuals:
-            continue
-        fits = {name: one for name, one in residuals.items() if one.rest is not None and one.rest < 0.05 and one.ratio}
-        if len(fits) < 0.9 * len(residuals):
-            continue
-        settings, theirs = here.settings(0), here.settings(1)
-        decaying = {name for name, group in theirs.items() if group.get("weight_decay")}
-        more = [name for name, one in fits.items() if (one.ratio < 0) == (phase == "update")]
-        name = next(iter(fits))
-        rate = float(theirs.get(name, {}).get("lr", 0.0)) if phase == "update" else 1.0
-        factor = abs(fits[name].ratio) / rate if rate else math.nan
-        text = (
-            f"step {here.number}: what {len(fits)} parameters' {phase}s differ by is a multiple of their weights "
-            f"({fits[name].ratio:.4g} times them in {name}, a decay of {factor:.4g})"
-        )
-        if any(one not in decaying for one in more) or len(more) < len(fits):
-            some = [one for one in more if one not in decaying]
-            wrong = bool(some) and any(theirs.get(one, {}).get("weight_decay") is not None for one in some) and bool(decaying)
-            partly = set(fits) < decaying and len(more) == 0
-            rule = "decay.wrong_group" if wrong or partly else "decay.missing" if not more else "decay.twice"
-        else:
-            rule = "decay.twice" if more else "decay.missing"
-        yield Finding(rule, LIKELY + 0.08, text)
-        del settings
+    """What the two runs differ by, held against the weights themselves: all decaying parameters together, and all others."""
+    phases = ["update"] if case.at("update", "state") else ["gradient", "stepped"] if case.at("backward", "reduce", "clip") else []
+    decaying = {name for name, group in case.here.settings(1).items() if group.get("weight_decay")}
+    for phase in phases:
+        residuals = _residuals(case, phase)
+        added = -1.0 if phase == "update" else 1.0  # decay takes away from weights, and is added to gradients
+        outside = _multiple({name: one for name, one in residuals.items() if name not in decaying})
+        inside = _multiple({name: one for name, one in residuals.items() if name in decaying})
+        text = f"step {case.here.number}: what the {phase}s of parameters that {{}} differ by is {{:.4g}} times their weights"
+        if outside is not None and outside * added > 0:
+            rule = "decay.wrong_group" if decaying else "decay.twice"
+            yield Finding(rule, LIKELY + 0.08, text.format("should not decay", outside))
+        elif inside is not None:
+            rule = "decay.twice" if inside * added > 0 else "decay.missing"
+            yield Finding(rule, LIKELY + 0.08, text.format("decay", inside))
+
+
+def _multiple(residuals: Mapping[str, Closeness]) -> float | None:
+    """The one factor, where it is known to a tenth at least and nearly all parameters have it."""
+    found = together(residuals.values())
+    if found is None or found.error > 0.1 * abs(found.ratio):
+        return None
+    own = [one for one in residuals.values() if one.along and abs(one.ratio / found.ratio - 1.0) < 0.5 + 3 * (one.rest or 0.0)]
+    known = [one for one in residuals.values() if one.along]
+    return found.ratio if len(own) > 0.5 * len(known) else None
 
 
 def _residuals(case: Case, phase: str) -> dict[str, Closeness]:
@@ -199,7 +202,8 @@ def eps(case: Case) -> Iterator[Finding]:
             yield Finding("optimizer.eps", CERTAIN, f"step {case.here.number}: eps is {mine:g} instead of {theirs:g} ({name})")
             return
     states = [one.same for ones in case.here.states.values() for one in ones.values()]
-    if case.at("update") and _stepped_same(case) and states and all(states):
+    rates = any(setting_difference(*pair) for key in ("lr", "weight_decay") for pair in _both(case, key).values())
+    if case.at("update") and _stepped_same(case) and states and all(states) and not rates:
         found = case.here.updates
         ratio = f", {found.ratio:.5g} of the baseline's in all" if found is not None else ""
         yield Finding(

@@ -21,16 +21,28 @@ def frozen(case: Case) -> Iterator[Finding]:
     """It moves, and in the baseline it doesn't."""
     here = case.here
     mine, theirs = (facts.phases for facts in here.sides)
+    for name in here.before:
+        if _is_frozen(case, name) and here.changed(0, name) and not here.changed(1, name):
+            yield Finding(
+                "frozen.updated",
+                CERTAIN + 0.01,
+                f"step {here.number}: {name} has changed since the last step, and is frozen in the baseline",
+            )
+            return
     for name in case.names.common:
         prints = [phases.get(phase, {}).get(name) for phases in (mine, theirs) for phase in ("before", "weight")]
         if any(one is None for one in prints):
             continue
         moved, stood = not prints[0].same_bits(prints[1]), prints[2].same_bits(prints[3])  # pyright: ignore[reportOptionalMemberAccess,reportArgumentType]
         if moved and stood and not (here.weight[name].same):
-            known = not case.records[1].parameters[name].trainable or name not in here.settings(1) or _without_gradient(here, name)
+            known = _is_frozen(case, name) or _without_gradient(here, name)
             sure = CERTAIN + 0.01 if known else PLAUSIBLE
             yield Finding("frozen.updated", sure, f"step {here.number}: {name} was updated, and stands still in the baseline")
             return
+
+
+def _is_frozen(case: Case, name: str) -> bool:
+    return not case.records[1].parameters[name].trainable or name not in case.here.settings(1)
 
 
 def _without_gradient(here: Facts, name: str) -> bool:
@@ -48,8 +60,8 @@ def recompute_rng(case: Case) -> Iterator[Finding]:
             f"step {here.number}: backward drew random numbers on rank {rank}: what was recomputed had other masks than the forward had",
         )  # fmt: skip
     dropout = max(float(record.manifest.get("dropout") or 0.0) for record in case.records)
-    if dropout and case.at("backward", "reduce") and here.same_before() and case.same_outputs is not False:
-        off = [name for name, one in here.gradient.items() if not one.same and one.distance > 1e-3]
+    if dropout and case.at("backward", "reduce") and here.entered_alike() and case.same_outputs is not False:
+        off = [name for name, one in here.gradient.items() if not one.same and one.distance > here.near]
         if off and len(off) < len(here.gradient):
             yield Finding(
                 "recompute.rng", PLAUSIBLE + 0.05,
@@ -81,7 +93,7 @@ def evaluation(case: Case) -> Iterator[Finding]:
     changed = [name for name in here.before if here.changed(0, name) and not here.changed(1, name)]
     if changed:
         yield Finding(
-            "evaluation.changed_state", LIKELY + 0.05,
+            "evaluation.changed_state", LIKELY + 0.03,
             f"step {here.number}: {changed[0]} is not as the step before left it ({len(changed)} parameters changed between steps)",
         )  # fmt: skip
     yield from _buffers(case)
@@ -96,7 +108,7 @@ def _buffers(case: Case) -> Iterator[Finding]:
         if name in mine and any(not a.fingerprint.same_bits(b.fingerprint) for a, b in zip(mine[name], theirs[name], strict=False))
     ]  # fmt: skip
     alike = case.num_ranks[0] == case.num_ranks[1]
-    if off and alike and here.same_before() and not case.at("data", "backward", "clip"):
+    if off and alike and here.entered_alike() and not case.at("data", "backward", "clip"):
         yield Finding(
             "evaluation.changed_state", LIKELY, f"step {here.number}: the buffer {off[0]} is another, from the same weights and data"
         )
@@ -105,7 +117,7 @@ def _buffers(case: Case) -> Iterator[Finding]:
 def _random_numbers(case: Case) -> Iterator[Finding]:
     """Drawn between two steps."""
     here = case.here
-    if not here.same_before() or here.number < 2 or not case.at("forward", "backward", "reduce"):
+    if not here.entered_alike() or here.number < 2 or not case.at("forward", "backward", "reduce"):
         return
     now = _begins_alike(here)
     before = [_begins_alike(facts) for facts in case.steps.values() if 1 <= facts.number < here.number]

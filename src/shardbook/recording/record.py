@@ -19,7 +19,7 @@ and projections. In between it is *brief*: hashes and norms of gradients and wei
 ``gradient``    at ``Recorder.step``
 ``stepped``     gradients as the optimizer finds them, clipped, say (in brief steps their norms only)
 ``weight``      after the optimizer's step
-``state.key``   the optimizer's state after its step (complete steps; hash and norm)
+``state.key``   the optimizer's state after its step (complete steps; hash and norm, in step 2 sums and projections too)
 
 Besides, every step has its *micro-batches*: the forwards that the outermost module made for it, as `forwards` sees them.
 """
@@ -44,10 +44,13 @@ from shardbook.recording.layouts import Recorded, recorded
 from shardbook.recording.surroundings import compute_of, dropout_of, generators, kept, numbers_of, version_of
 from shardbook.recording.taking import Detail, Taker, state_of
 from shardbook.recording.tensors import TensorFiles
-from shardbook.recording.writer import StepEntry, Writer
+from shardbook.recording.writer import Rows, StepEntry, Writer
 
 COMPLETE_FIRST = 5
 COMPLETE_EVERY = 16
+COMPLETE_STATES = 2
+"""The step whose optimizer states are taken with sums and projections: the first that was made from states of the step before."""
+
 FLUSH_EVERY = 16
 """Steps. What a killed run loses at most."""
 
@@ -101,6 +104,7 @@ class Recorder:
         self._number = 0
         self._open: StepEntry | None = None
         self._unannounced = False  # the optimizer stepped without Recorder.step
+        self._weights: Rows | None = None  # as last fingerprinted
         self._after: dict[str, tuple[int, int, int]] = {}  # weights as last fingerprinted: address and version
         self._is_after_complete = True
         self._groups: Any = None
@@ -205,7 +209,7 @@ class Recorder:
             self._take_weights(entry)
             if entry.complete:
                 for key, parts in self._layout.states().items():
-                    self._take(entry, f"state.{key}", parts, "brief")
+                    self._take(entry, f"state.{key}", parts, "complete" if entry.number == COMPLETE_STATES else "brief")
         self._writer.add(entry)
         if self._number % FLUSH_EVERY == 0 or self._number <= 2:
             self._writer.flush()
@@ -237,19 +241,26 @@ class Recorder:
         changed = state_of(weights) != self._after
         if entry.complete or changed:
             knows = self._is_after_complete and not changed
-            self._take(entry, "before", weights, "complete" if entry.complete and not knows else "brief")
+            taken = self._taker.rows("before", weights, "complete" if entry.complete and not knows else "brief")
+            if knows and self._weights is not None and not taken.same_hashes(self._weights):
+                taken = self._taker.rows("before", weights, "complete")
+            self._add(entry, taken, weights)
 
     def _take_weights(self, entry: StepEntry) -> None:
         weights = self._layout.weights()
         self._take(entry, "weight", weights)
+        self._weights = entry.rows[-1] if weights else None
         self._after, self._is_after_complete = state_of(weights), entry.complete
 
     def _take(self, entry: StepEntry, phase: str, parts: list[Fragment], detail: Detail | None = None) -> None:
         """``detail``: how much; None: all in a complete step, hash and norm in a brief one."""
         if parts:
-            entry.rows.append(self._taker.rows(phase, parts, detail or ("complete" if entry.complete else "brief")))
-            if self._tensors is not None and entry.complete:
-                self._tensors.write(entry.number, phase, parts)
+            self._add(entry, self._taker.rows(phase, parts, detail or ("complete" if entry.complete else "brief")), parts)
+
+    def _add(self, entry: StepEntry, rows: Rows, parts: list[Fragment]) -> None:
+        entry.rows.append(rows)
+        if self._tensors is not None and entry.complete:
+            self._tensors.write(entry.number, rows.phase, parts)
 
     def _buffers(self) -> list[Fragment]:
         return [Fragment(name, 0, flat(buffer)) for name, buffer in self._run.module.named_buffers()]

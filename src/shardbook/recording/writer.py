@@ -26,6 +26,13 @@ class Rows:
     table: Table
     prints: list[Prints]  # of consecutive parts of the table
 
+    def same_hashes(self, other: "Rows") -> bool:
+        """Whether both are of the same parts with the same bits. Waits for the device."""
+        if self.table != other.table or len(self.prints) != len(other.prints):
+            return False
+        both = [(a.hash, b.hash) for a, b in zip(self.prints, other.prints, strict=True)]
+        return all(a is not None and b is not None and torch.equal(a, b) for a, b in both)
+
 
 @dataclass(slots=True)
 class StepEntry:

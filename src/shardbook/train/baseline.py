@@ -62,6 +62,7 @@ class PlainLoop:
         if precision.keep:
             raise ConfigError("the plain loop has one type for all parameters; leave zero.precision.keep out, or don't compare with it")
         self.model, self.config = model, config
+        self.call: Callable[..., Any] = model  # or what calls it in turn
         # Stages 2 and 3 reduce after every micro-batch.
         self._reduces_each = config.stage >= 2 if reduces_each is None else reduces_each
         self.recorder: Recorder | None = None
@@ -164,7 +165,7 @@ class PlainLoop:
 
     def _part(self, batch: Sequence[Any], loss_scale: float) -> tuple[float, float, Part]:
         """Loss, weight and gradients of one micro-batch."""
-        loss_sum, weight = self.model(*batch)
+        loss_sum, weight = self.call(*batch)
         (loss_sum * loss_scale if loss_scale != 1.0 else loss_sum).backward()
         return float(loss_sum.detach()), float(weight), self._take_gradients()
 

@@ -1,5 +1,6 @@
 """A recipe's run against its own plain loop, or against plain loops of chosen units: started on ranks, recorded, judged."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +10,9 @@ from shardbook.errors import ConfigError
 from shardbook.recording.read import Record, Step
 from shardbook.train.launch import LaunchError, launch
 from shardbook.train.recipe import Recipe
-from shardbook.train.recorded import DOUBLE, PLAIN, RUN, folder_of
-from shardbook.verifying.callables import RERUNS
+from shardbook.train.recorded import AGAIN, DOUBLE, PLAIN, RUN, folder_of
+from shardbook.train.world import find_world
+from shardbook.verifying.callables import RERUNS, first_difference
 from shardbook.verifying.judge import judge
 from shardbook.verifying.verdict import Verdict
 
@@ -50,7 +52,8 @@ def against_its_plain_loop(recipe: Recipe, asked: Asked, place: Path) -> Verdict
     if verdict.kind != "identical":
         others = other_variants(asked)
         job.start(variants=others, reports=reports)
-        verdict = judge(run, plain, steps=steps, reruns=[Record.open(place / variant) for variant in others])
+        reruns = {variant: Record.open(place / variant) for variant in others}
+        verdict = judge(run, plain, steps=steps, reruns=list(reruns.values()), notes=_not_repeatable(reruns, plain))
     return replace(verdict, candidate=run_of(recipe), baseline=plain_of(recipe, asked))
 
 
@@ -68,8 +71,8 @@ def against_plain_units(recipe: Recipe, asked: Asked, place: Path) -> Verdict:
             others = other_variants(asked)
             if not (folder_of(place, index) / others[0]).exists():
                 job.start(variants=others, reports=reports)
-            again = [OfUnit(Record.open(folder_of(place, index) / variant), unit) for variant in others]
-            verdict = judge(mine, plain, steps=steps, reruns=again)
+            again = {variant: OfUnit(Record.open(folder_of(place, index) / variant), unit) for variant in others}
+            verdict = judge(mine, plain, steps=steps, reruns=list(again.values()), notes=_not_repeatable(again, plain))
         verdicts.append(verdict)
     worst = max(verdicts, key=lambda one: ("identical", "within_rounding", "different").index(one.kind))
     numels = [sum(one.numel for one in record.parameters.values()) for record in (run, *(OfUnit(run, unit) for unit in asked.units))]
@@ -109,8 +112,19 @@ class OfUnit(Record):
 
 
 def other_variants(asked: Asked) -> tuple[str, ...]:
-    names = tuple(name for name, _ in RERUNS)
-    return (PLAIN, *names) if asked.precision else names
+    """The baseline's plain loop again, as it is and with other rounding."""
+    return (PLAIN if asked.precision else AGAIN, *(name for name, _ in RERUNS))
+
+
+def _not_repeatable(reruns: Mapping[str, Record], plain: Record) -> tuple[str, ...]:
+    """A note where the plain loop run twice has different bits: nothing else can then have the same."""
+    found = first_difference(plain, reruns[AGAIN]) if AGAIN in reruns else None
+    if found is None:
+        return ()
+    step, phase, name = found
+    return (
+        f"the plain loop run twice doesn't give the same bits: its kernels are not deterministic; first in step {step}, {phase} of {name}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +143,10 @@ class Job:
             ConfigError: the ranks refuse it.
             LaunchError: a rank failed.
         """
+        world = find_world(os.environ)
+        if world is not None and world.num_ranks > 1:
+            raise ConfigError(f"verify: {world.started_by} has started {world.num_ranks} ranks, but a recipe's ranks are started here: "
+                              f"run it in one process of its own")  # fmt: skip
         job = {"task": "record", "recipe": self.recipe.request(), "folder": str(self.place.resolve()), "steps": self.steps,
                "units": list(self.units), "run": run, "variants": list(variants), "reports": list(reports)}  # fmt: skip
         try:

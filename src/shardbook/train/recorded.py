@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from shardbook.verifying.callables import RERUNS
 
 RUN = "run"
 PLAIN = "plain"
+AGAIN = "again"
+"""The same once more, which has other bits where kernels are not deterministic."""
 
 DOUBLE = "fp64"
 """A plain loop that computes and adds in fp64."""
@@ -48,6 +51,7 @@ def record_request(job: Mapping[str, Any]) -> Sequence[Report]:
     The engine's reports come back. ``job["reports"]`` has them where there is no run; empty: there has been none.
     """
     recipe = build_recipe({}, {name: Sourced(**given) for name, given in job["recipe"].items()})
+    recipe = replace(recipe, run=replace(recipe.run, check_baseline=0, check_replicas=0))  # what they would find is found here
     world, folder, steps = find_world(os.environ) or ALONE, Path(job["folder"]), int(job["steps"])
     device = choose_device(recipe.run.device, world)
     units, reports = job["units"], job["reports"]
@@ -112,7 +116,7 @@ def record_plain(
         folder: for the record.
         steps: how many.
         reports: the engine's, for the loss scale of each step; empty: there is no run.
-        variant: :data:`PLAIN`, :data:`DOUBLE`, or the name of one of :data:`shardbook.verifying.callables.RERUNS`.
+        variant: :data:`PLAIN`, :data:`AGAIN`, :data:`DOUBLE`, or the name of one of :data:`shardbook.verifying.callables.RERUNS`.
 
     Raises:
         ConfigError: the loss scale depends on a run that isn't there; the model is random although it is seeded.
@@ -124,7 +128,7 @@ def record_plain(
     loop = build_plain(recipe, device, _DOUBLE if variant == DOUBLE else None)
     loop.check_repeatable(data.step(1)[0][0], seeding(seed, 1))
     mode = dict(RERUNS).get(variant, nullcontext)
-    with record(loop.model if loop.masters is None else InOrder(loop), loop.optimizer, folder, complete_every=1) as loop.recorder:
+    with record(InOrder(loop), loop.optimizer, folder, complete_every=1) as loop.recorder:
         for step, scale in enumerate(scales, 1):
             with mode():
                 loop.step(data.step(step), scale, seeding(seed, step))
@@ -167,7 +171,7 @@ class Given:
 
 
 class InOrder(nn.Module):
-    """A loop's parameters under their names, in the optimizer's order, in which a recorder gives the masters theirs."""
+    """What a recorder is shown: a loop's parameters under their names, in the optimizer's order, in which masters are told from one another."""
 
     def __init__(self, loop: PlainLoop) -> None:
         super().__init__()
@@ -176,6 +180,12 @@ class InOrder(nn.Module):
         parameters = list(loop.model.parameters())
         self._parameters = {loop.names[number]: parameters[number] for number in held}
         self._buffers = dict(loop.model.named_buffers())
+        self._calls: list[nn.Module] = [loop.model]  # in a list, as a module is no part of another there
+        loop.call = self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, so that a recorder sees what goes in and what comes out."""
+        return self._calls[0](*args, **kwargs)
 
 
 def _scales(recipe: Recipe, steps: int) -> list[float]:

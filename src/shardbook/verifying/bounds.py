@@ -10,8 +10,8 @@ The question is asked phase by phase: a fault shows where a phase's outputs are 
   weights (a secant of the run itself), times the distance of the weights.
 * **Updates.** From the same gradients and states: the rounding of the weights, and of the update's own arithmetic. Where gradients
   are apart and the optimizer divides them by their size, an element whose gradient is smaller than the distance may turn over, whatever
-  its size: two units each, so that one parameter's update says nothing. One factor for all parameters does (`systematic`), and so does
-  a part of all updates that is a multiple of the weights.
+  its size: two units each, so that one parameter's update says nothing. Half of the parameters do (of gradients that are spread evenly
+  around zero a share r turns over, by a Poisson count), and so do one factor for all of them and a part that is a multiple of weights.
 """
 
 import math
@@ -22,7 +22,7 @@ from shardbook.recording.prints import NUM_PROJECTIONS
 from shardbook.verifying.case import Facts, norm_of
 from shardbook.verifying.closeness import Closeness
 from shardbook.verifying.pairing import Pair
-from shardbook.verifying.statistics import CHANCE, f_quantile, normal_deviations, unit_roundoff
+from shardbook.verifying.statistics import CHANCE, f_quantile, normal_deviations, poisson_quantile, unit_roundoff
 
 _SINGLE = unit_roundoff("float32")
 _UPDATE_ROUNDINGS = 16  # operations of Adam's update on one element, each rounded once
@@ -120,6 +120,18 @@ class Bounds:
         largest = max(self._stepped.get(name, 0.0), 0.0)
         room = max(1.0, stepped / one.other) if one.other else math.inf
         return 4.0 * largest * room + _UPDATE_ROUNDINGS * _SINGLE
+
+    def turned(self, facts: Facts, name: str, one: Closeness) -> float:
+        """Of an update in which elements turn over as often as gradients that are spread evenly around zero let them."""
+        apart, rounding = self._stepped.get(name, 0.0), self.update(facts, name, one)
+        if apart == 0.0 or not self._divides(facts) or not one.other:
+            return rounding
+        turned = poisson_quantile(one.numel * apart, self.chance) + 1
+        return min(rounding, rounding - 2.0 + 2.0 * math.sqrt(turned / one.numel) + 2.0 * apart)
+
+    def roundoff_of(self, facts: Facts) -> float:
+        """Of the weights' type."""
+        return max((unit_roundoff(one.dtype) for one in facts.pair.baseline.phases["weight"].values()), default=_SINGLE)
 
     @staticmethod
     def _divides(facts: Facts) -> bool:

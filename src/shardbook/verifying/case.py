@@ -50,6 +50,12 @@ class Facts:
         return max((len(micros) for micros in (*step.micro_batches, *step.batches)), default=0)
 
     @property
+    def adds_up(self) -> bool:
+        """Whether the candidate's gradient is a sum of several, by its own doing: of micro-batches, or as shardbook was told to add ranks."""
+        many_ranks = len(self.pair.candidate.losses) > 1 and self.records[0].sums_gradients
+        return self.num_accumulated > 1 or many_ranks
+
+    @property
     def number(self) -> int:
         return self.pair.number
 
@@ -243,6 +249,14 @@ class Case:
         """Whether the model gave the same for the same, but for rounding; None where that isn't recorded."""
         known = [one.output for one in self.forwards if one.output is not None and one.same_inputs]
         return all(one.same or one.distance < self.here.near for one in known) if known else None
+
+    @cached_property
+    def turned(self) -> float | None:
+        """What of the gradients that reached the outputs is in another direction than the baseline's: root mean square over micro-batches."""
+        rests = [
+            one.gradient.rest for one in self.forwards if one.gradient is not None and one.gradient.rest is not None and not one.is_loss
+        ]
+        return math.sqrt(sum(rest * rest for rest in rests) / len(rests)) if rests else None
 
     @cached_property
     def sent_back(self) -> Together | None:

@@ -10,6 +10,7 @@ from shardbook.verifying.case import Facts
 from shardbook.verifying.closeness import Closeness, together
 from shardbook.verifying.forwards import matched, varies
 from shardbook.verifying.pairing import objective
+from shardbook.verifying.residuals import residuals
 from shardbook.verifying.verdict import Phase, PhaseResult
 
 _SETTINGS = (
@@ -38,7 +39,7 @@ def compare_start(facts: Facts) -> list[PhaseResult]:
 def compare_step(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     """Everything of one step."""
     bounds.enter(facts)
-    found = [*_data(facts), *_entered(facts), *_replicas(facts, "before", "model")]
+    found = [*_data(facts), *_entered(facts), *_replicas(facts, "before", "model"), *_copies(facts)]
     found += [*_forward(facts, bounds), *_outputs(facts, bounds)]
     found += [*_replicas(facts, "gradient"), *_narrower(facts, "gradient", "backward"), *_gradient(facts, bounds), *_clip(facts, bounds)]
     bounds.has_stepped(facts)
@@ -218,7 +219,7 @@ def _systematic(number: int, phase: Phase, ones: Mapping[str, Closeness], limits
 def _narrower(facts: Facts, name: str, phase: Phase) -> list[PhaseResult]:
     """What the candidate holds in a narrower type than the baseline. One micro-batch's gradient may come so: nothing was added in it."""
     narrower = [one for one in narrower_in(facts, name) if _is_rounded(facts, name, one)]
-    if not narrower or (name == "gradient" and facts.num_accumulated < 2):
+    if not narrower or (name == "gradient" and not facts.adds_up):
         return []
     return [PhaseResult(step=facts.number, phase=phase, parameter=narrower[0], deviation=1.0, same_bits=False, num_compared=len(narrower))]
 
@@ -286,10 +287,53 @@ def _update(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     limits = {name: bounds.update(facts, name, one) for name, one in facts.update.items()}
     different = {name: one for name, one in facts.update.items() if not (facts.weight[name].same and facts.before[name].same)}
     found = [_worst(facts.number, "update", different, limits), *_systematic(facts.number, "update", different, limits, bounds)]
+    found += [*_half(facts, bounds, different), *_decay(facts, bounds, different)]
     if not facts.update:  # a brief step: norms of weights, within what updates may have done
         limits = dict.fromkeys(facts.weight, math.inf)
         found = [_worst(facts.number, "update", facts.weight, limits)]
     return found
+
+
+def _half(facts: Facts, bounds: Bounds, ones: Mapping[str, Closeness]) -> list[PhaseResult]:
+    """The parameter in the middle: rounding may turn all of a few parameters' updates over, and a few elements of all parameters."""
+    limits = {name: bounds.turned(facts, name, one) for name, one in ones.items()}
+    results = sorted((_result(facts.number, "update", name, one, limits[name]) for name, one in ones.items()), key=_size)
+    return results[len(results) // 2 : len(results) // 2 + 1]
+
+
+def _decay(facts: Facts, bounds: Bounds, ones: Mapping[str, Closeness]) -> list[PhaseResult]:
+    """A part of all updates that is a multiple of the weights, seen against the updates."""
+    found = together(residuals(facts, "update").values())
+    weights = math.sqrt(sum(facts.pair.baseline.phases["before"][name].squares for name in ones))
+    updates = math.sqrt(sum(one.other**2 for one in ones.values()))
+    if found is None or not updates:
+        return []
+    per = weights / updates
+    bound = bounds.systematic(found.error * per) + 2.0 * bounds.roundoff_of(facts) * per
+    return [
+        PhaseResult(
+            step=facts.number, phase="update", deviation=abs(found.ratio) * per, bound=bound, same_bits=False, num_compared=len(ones)
+        )
+    ]
+
+
+def _copies(facts: Facts) -> list[PhaseResult]:
+    """The model's own copies that stood still while what they are made from moved."""
+    stale = stale_copies(facts)
+    return [
+        PhaseResult(step=facts.number, phase="state", parameter=name, deviation=1.0, same_bits=False, num_compared=len(stale))
+        for name in stale[:1]
+    ]
+
+
+def stale_copies(facts: Facts) -> list[str]:
+    """Parameters whose copy for forward is as it was in the step before, and the baseline's is not."""
+    if facts.previous is None:
+        return []
+    mine, before = facts.pair.candidate.phases.get("model", {}), facts.previous.candidate.phases.get("model", {})
+    theirs, theirs_before = facts.pair.baseline.phases.get("model", {}), facts.previous.baseline.phases.get("model", {})
+    still = [name for name, one in mine.items() if name in before and one.same_bits(before[name]) and one.squares]
+    return [name for name in still if name in theirs and name in theirs_before and not theirs[name].same_bits(theirs_before[name])]
 
 
 def _states(facts: Facts, bounds: Bounds) -> list[PhaseResult]:

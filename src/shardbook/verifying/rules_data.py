@@ -28,12 +28,12 @@ def micro_batch_dropped(case: Case) -> Iterator[Finding]:
             "data.micro_batch_dropped", CERTAIN,
             f"step {case.here.number}: {len(silent)} of {len(case.forwards)} micro-batches had a forward and no backward",
         )  # fmt: skip
-    held = [one for one in case.forwards if one.baseline.holding and not one.candidate.holding]
-    if held and case.records[0].engine in ("plain", "ddp") and case.at("backward", "reduce"):
+    began = [_began_empty(step) for step in case.here.sides]
+    if began[0] and not began[1] and case.records[0].engine in ("plain", "ddp") and case.at("backward", "reduce"):
         yield Finding(
             "data.micro_batch_dropped", CERTAIN,
-            f"step {case.here.number}: {len(held)} micro-batches began without a gradient where the baseline holds that of those before: "
-            f"it was cleared in between",
+            f"step {case.here.number}: {began[0]} micro-batches after a rank's first began without a gradient: what those before had added "
+            f"was cleared",
         )  # fmt: skip
     found = case.here.gradients
     if (
@@ -41,7 +41,7 @@ def micro_batch_dropped(case: Case) -> Iterator[Finding]:
         and mine == theirs
         and case.at("backward")
         and found
-        and 0.05 < found.rest
+        and found.rest > 0.05
         and found.ratio < 1
         and max(case.num_ranks) == 1
     ):
@@ -76,17 +76,13 @@ def mean_of_means(case: Case) -> Iterator[Finding]:
     ratios = [one.gradient.ratio for one in ones if one.gradient is not None]
     tokens = [one.counted.valid for one in ones if one.counted is not None]
     pure = all((one.gradient.rest or 0.0) < 0.02 for one in ones if one.gradient is not None)
-    if len(ones) > 1 and pure and case.same_outputs is not False and varies(ratios) > _EXACT:
-        by_rank = _tokens_by_rank(ones)
-        explained = min(
-            varies([ratio * count for ratio, count in zip(ratios, tokens, strict=True)]),
-            varies([ratio * by_rank[one.rank] for ratio, one in zip(ratios, ones, strict=True)]),
-        )
+    if len(ones) > 1 and pure and case.same_outputs is not False and varies(ratios) > max(_EXACT, 20 * case.here.roundoff):
+        explained = min(varies([a * b for a, b in zip(ratios, counts, strict=True)]) for counts in (tokens, _tokens_together(ones, ratios)))
         evidence = (
             f"step {case.here.number}: the loss weighs micro-batches of {min(tokens)} to {max(tokens)} tokens by {min(ratios):.4g} to "
             f"{max(ratios):.4g} of the baseline's weight"
         )
-        if explained < 0.02:
+        if explained < 0.1 * varies(ratios):
             yield Finding("weight.mean_of_means", CERTAIN, f"{evidence}: in inverse proportion to their tokens, each as much as any other")
         else:
             yield Finding("weight.mean_of_means", PLAUSIBLE, evidence)
@@ -150,13 +146,13 @@ def _padding_in_each(case: Case, ones: list[Matched]) -> Iterator[Finding]:
 def _padding_in_sum(case: Case, ones: list[Matched]) -> Iterator[Finding]:
     """Losses of ignored places are in it."""
     mine, theirs = (total_weight(step) for step in case.here.sides)
-    back = case.sent_back
-    if ones and back is not None and not any(one.is_loss for one in ones) and case.same_outputs is not False and 0.02 < back.rest < 0.75:
+    back, turned = case.sent_back, case.turned
+    if ones and back is not None and turned is not None and case.same_outputs is not False and max(0.02, case.here.near) < turned < 0.75:
         more = mine is not None and theirs is not None and mine > theirs
         yield Finding(
             "weight.padding_counted", LIKELY + 0.05 if more else LIKELY if back.ratio > 0.2 else POSSIBLE,
             f"step {case.here.number}: places whose target is to be ignored reach the gradient: what reached the outputs has "
-            f"{back.ratio:.3f} of the baseline's, and {back.rest:.2f} of it is new",
+            f"{back.ratio:.3f} of the baseline's, and {turned:.2f} of it is new",
         )  # fmt: skip
     if mine and theirs and mine > theirs and mine == sum(one.counted.numel for one in case.forwards if one.counted is not None):
         yield Finding(
@@ -181,13 +177,13 @@ def labels_shifted(case: Case) -> Iterator[Finding]:
     given = [_places(step) for step in here.sides]
     if all(len(one) > 1 for one in given) and given[0][0] == given[1][0] and given[0][1:] != given[1][1:]:
         yield Finding("weight.labels_shifted", CERTAIN, f"step {here.number}: the same inputs come with other targets")
-    back = case.sent_back
-    if back is not None and not any(one.is_loss for one in case.forwards) and case.same_outputs is not False and back.rest > 0.3:
+    turned = case.turned
+    if turned is not None and case.same_outputs is not False and turned > 0.3:
         mine, theirs = (total_weight(step) for step in here.sides)
-        other = back.rest > 0.75 or (mine is not None and theirs is not None and mine < theirs)
+        other = turned > 0.75 or (mine is not None and theirs is not None and mine < theirs)
         yield Finding(
             "weight.labels_shifted", LIKELY + 0.05 if other else PLAUSIBLE,
-            f"step {here.number}: the model gives the same, and {back.rest:.2f} of what the loss sends back is in another direction than the "
+            f"step {here.number}: the model gives the same, and {turned:.2f} of what the loss sends back is in another direction than the "
             f"baseline's: the losses are of other targets",
         )  # fmt: skip
     losses = [one.output for one in case.forwards if one.is_loss and one.output is not None]
@@ -209,6 +205,11 @@ def labels_shifted(case: Case) -> Iterator[Finding]:
             )
 
 
+def _began_empty(step: Step) -> int:
+    """Micro-batches after a rank's first at whose forward no parameter held a gradient."""
+    return sum(not micro.holding for micros in step.micro_batches for micro in micros[1:])
+
+
 def varies_little(one: Matched) -> bool:
     """The factor on a loss is as good as the baseline's."""
     return one.gradient is not None and (one.gradient.rest or 0.0) < 0.02
@@ -218,11 +219,10 @@ def _gradients_alike(ones: list[Matched]) -> bool:
     return all(one.gradient is not None and abs(one.gradient.ratio - 1.0) < 1e-3 and (one.gradient.rest or 0.0) < 1e-3 for one in ones)
 
 
-def _tokens_by_rank(ones: list[Matched]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for one in ones:
-        found[one.rank] = found.get(one.rank, 0) + (one.counted.valid if one.counted is not None else 0)
-    return found
+def _tokens_together(ones: list[Matched], ratios: list[float]) -> list[int]:
+    """For each micro-batch the tokens of all that are weighed alike: those of a rank, where means are taken over ranks."""
+    tokens = [one.counted.valid if one.counted is not None else 0 for one in ones]
+    return [sum(count for other, count in zip(ratios, tokens, strict=True) if abs(other / mine - 1.0) < 1e-4) for mine in ratios]
 
 
 def _places(step: Step) -> list[int]:

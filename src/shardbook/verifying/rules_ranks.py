@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from shardbook.verifying.case import Case
+from shardbook.verifying.comparing import stale_copies
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
 
 
@@ -60,19 +61,11 @@ def replica_stale(case: Case) -> Iterator[Finding]:
 
 
 def _stale_copies(case: Case) -> Iterator[Finding]:
-    """The model's own copies stood still while what they are copied from moved."""
-    last = case.last
-    if last is None or last.number < 1:
-        return
-    now, before = (facts.pair.candidate.phases.get("model", {}) for facts in (case.here, last))
-    theirs, theirs_before = (facts.pair.baseline.phases.get("model", {}) for facts in (case.here, last))
-    still = [name for name, one in now.items() if name in before and one.same_bits(before[name]) and one.squares]
-    moved = [name for name in still if name in theirs and name in theirs_before and not theirs[name].same_bits(theirs_before[name])]
-    if moved or (still and not theirs and not case.at("data")):
-        name = (moved or still)[0]
+    stale = stale_copies(case.here)
+    if stale:
         yield Finding(
-            "replica.stale", CERTAIN if moved else PLAUSIBLE,
-            f"step {case.here.number}: the model computes with the {name} of the step before, and {len(moved or still) - 1} others",
+            "replica.stale", CERTAIN + 0.01,
+            f"step {case.here.number}: the model computes with the {stale[0]} of the step before, and with {len(stale) - 1} others",
         )  # fmt: skip
 
 

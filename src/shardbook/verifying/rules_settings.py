@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardbook.recording.prints import Fingerprint
-from shardbook.verifying.case import Case, updates
-from shardbook.verifying.closeness import Closeness, together
+from shardbook.verifying.case import Case
 from shardbook.verifying.comparing import setting_difference
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
+from shardbook.verifying.residuals import multiple, residuals
 
 _EXACT = 1e-6
 
@@ -123,52 +122,17 @@ def _by_weights(case: Case) -> Iterator[Finding]:
     phases = ["update"] if case.at("update", "state") else ["gradient", "stepped"] if case.at("backward", "reduce", "clip") else []
     decaying = {name for name, group in case.here.settings(1).items() if group.get("weight_decay")}
     for phase in phases:
-        residuals = _residuals(case, phase)
+        found = residuals(case.here, phase)
         added = -1.0 if phase == "update" else 1.0  # decay takes away from weights, and is added to gradients
-        outside = _multiple({name: one for name, one in residuals.items() if name not in decaying})
-        inside = _multiple({name: one for name, one in residuals.items() if name in decaying})
+        outside = multiple({name: one for name, one in found.items() if name not in decaying})
+        inside = multiple({name: one for name, one in found.items() if name in decaying})
         text = f"step {case.here.number}: what the {phase}s of parameters that {{}} differ by is {{:.4g}} times their weights"
-        if outside is not None and outside * added > 0:
+        if outside is not None and outside.ratio * added > 0:
             rule = "decay.wrong_group" if decaying else "decay.twice"
-            yield Finding(rule, LIKELY + 0.08, text.format("should not decay", outside))
+            yield Finding(rule, LIKELY + 0.08, text.format("should not decay", outside.ratio))
         elif inside is not None:
-            rule = "decay.twice" if inside * added > 0 else "decay.missing"
-            yield Finding(rule, LIKELY + 0.08, text.format("decay", inside))
-
-
-def _multiple(residuals: Mapping[str, Closeness]) -> float | None:
-    """The one factor, where it is known to a tenth at least and nearly all parameters have it."""
-    found = together(residuals.values())
-    if found is None or found.error > 0.1 * abs(found.ratio):
-        return None
-    own = [one for one in residuals.values() if one.along and abs(one.ratio / found.ratio - 1.0) < 0.5 + 3 * (one.rest or 0.0)]
-    known = [one for one in residuals.values() if one.along]
-    return found.ratio if len(own) > 0.5 * len(known) else None
-
-
-def _residuals(case: Case, phase: str) -> dict[str, Closeness]:
-    """Difference of the two runs in a phase against the baseline's weights before; those parameters that differ."""
-    here = case.here
-    before = here.pair.baseline.phases.get("before", {})
-    mine, theirs = (_projections(case, side, phase) for side in (0, 1))
-    ones = here.update if phase == "update" else here.gradient if phase == "gradient" else here.stepped
-    found: dict[str, Closeness] = {}
-    for name, one in ones.items():
-        weights = before[name].projections if name in before else None
-        same = here.weight[name].same if phase == "update" and name in here.weight else one.same
-        if name in mine and name in theirs and weights is not None and not same and before[name].norm:
-            difference = [a - b for a, b in zip(mine[name], theirs[name], strict=True)]
-            found[name] = Closeness.of_projections(difference, weights, before[name].numel)
-    return {name: one for name, one in found.items() if one.norm > 1e-6 * one.other}
-
-
-def _projections(case: Case, side: int, phase: str) -> dict[str, tuple[float, ...]]:
-    step = case.here.sides[side]
-    if phase == "update":
-        return updates(step)
-    divisor = case.here.divisors[side] if phase == "gradient" else 1.0
-    prints: Mapping[str, Fingerprint] = step.phases.get(phase, {})
-    return {name: tuple(value / divisor for value in one.projections) for name, one in prints.items() if one.projections is not None}
+            rule = "decay.twice" if inside.ratio * added > 0 else "decay.missing"
+            yield Finding(rule, LIKELY + 0.08, text.format("decay", inside.ratio))
 
 
 def betas(case: Case) -> Iterator[Finding]:

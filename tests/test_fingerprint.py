@@ -134,6 +134,21 @@ def test_nothing_finite_is_lost_and_nothing_else_hidden():
     assert whole(tensor).hash == whole(tensor.clone()).hash
 
 
+def test_what_is_not_finite_stays_with_its_own_tensor():
+    tensors = [tensor_of(300, torch.float32, seed) for seed in range(4)]
+    tensors[1][7], tensors[2][0] = math.nan, math.inf
+    plan = Plan([Extent(0, 300)] * 4, torch.float32, CPU)
+    together = plan.prints(tensors)
+    for place in (0, 3):
+        alone = whole(tensors[place])
+        scale = alone.absolute.item()
+        for name in ("squares", "total", "absolute", "largest", "projections"):
+            assert close(getattr(together, name)[place], getattr(alone, name)[0], scale**2)
+    assert together.nonfinite.tolist() == [0, 1, 1, 0]
+    assert together.projections[1].isnan().all()
+    assert together.projections[2].isinf().all()
+
+
 def test_brief_is_the_same_hash_and_squares():
     tensors = [tensor_of(n, torch.float32) for n in (1, 100, 256, 70_000, 0)]
     plan = Plan([Extent(0, t.numel()) for t in tensors], torch.float32, CPU)

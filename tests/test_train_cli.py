@@ -158,7 +158,7 @@ ONE_BIT = """import torch, shardbook.engine.engine as e
     f = e.Engine.step
     def step(engine):
         report = f(engine)
-        if engine.num_steps == 3:
+        if engine.num_steps == 4:
             with torch.no_grad():
                 next(engine.model.parameters()).view(torch.int32)[0, 0] ^= 1
         return report

@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import shardbook as sb
 from shardbook.cli.main import run
+from shardbook.train import verify as verifying
 from shardbook.verifying import judge as judging
 from shardbook.verifying.verdict import Verdict
 from tests.verdict_samples import different, identical, within
@@ -166,6 +169,32 @@ def test_what_is_whole_of_a_truncated_record_can_be_compared(records, capsys, tm
     code, out, err = said([cut, records["b"], "--unfinished", "--steps", "2", "--json"], capsys)
     assert (code, err) == (0, "")
     assert Verdict.from_json(out).kind == "identical"
+
+
+def test_a_recipe_is_run_as_the_options_say(capsys, monkeypatch, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("")
+    asked = []
+    monkeypatch.setattr(verifying, "verify", lambda *args, **rest: asked.append((*args, rest)) or different())
+    nothing = {"precision": None, "units": (), "reruns": (), "folder": None, "unfinished": False}
+    assert said([recipe], capsys)[0] == 1
+    options = ["--steps", "2", "--fp64", "--units", "blocks.0", "blocks.1", "--out", tmp_path / "kept"]
+    assert said([recipe, *options], capsys)[0] == 1
+    all_of_them = {"steps": 2, "precision": "fp64", "units": ("blocks.0", "blocks.1"), "folder": tmp_path / "kept"}
+    assert asked == [(recipe, None, nothing | {"steps": 5}), (recipe, None, nothing | all_of_them)]
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_recipe_beside_its_plain_loop(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        "[model]\nlayers = 1\nwidth = 32\nheads = 2\nkv_heads = 1\nffn = 48\n[batch]\nmicro_batch = 2\nsequence = 32\n[run]\nranks = 2\n"
+    )
+    command = [sys.executable, "-P", "-c", "from shardbook.cli.main import main; main()", "verify", str(recipe), "--steps", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (Verdict.from_json(done.stdout).kind, Verdict.from_json(done.stdout).num_steps) == ("identical", 2)
 
 
 def test_options_of_records_have_no_effect_on_a_recipe(capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,28 +40,28 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
-@pytest.fixture(scope="module")
-def plain() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return trained(nullcontext())
+@cache
+def once(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return trained(MODES[name]() if name else nullcontext())
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_every_gradient_and_weight_moves_by_a_roundings_worth(name, plain):
-    for again, before in zip(trained(MODES[name]()), plain, strict=True):
+def test_every_gradient_and_weight_moves_by_a_roundings_worth(name):
+    for again, before in zip(once(name), once(""), strict=True):
         moved = {parameter: apart(again[parameter], before[parameter]) for parameter in before}
         assert min(moved.values()) > 0, min(moved, key=moved.get)
         assert max(moved.values()) < 1e-3, max(moved, key=moved.get)
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ["order-1", "rounding-1"])
 def test_a_mode_repeats_itself(name):
-    for one, other in zip(trained(MODES[name]()), trained(MODES[name]()), strict=True):
+    for one, other in zip(trained(MODES[name]()), once(name), strict=True):
         assert all(torch.equal(one[parameter], other[parameter]) for parameter in one)
 
 
-def test_seeds_differ(plain):
+def test_seeds_differ():
     for first, second in (("order-1", "order-2"), ("rounding-1", "rounding-2")):
-        one, other = trained(MODES[first]())[1], trained(MODES[second]())[1]
+        one, other = once(first)[1], once(second)[1]
         assert all(not torch.equal(one[parameter], other[parameter]) for parameter in one if one[parameter].dim() > 1)
 
 

@@ -42,6 +42,7 @@ class VerifyOptions:
         tuple[Path, ...], _option("records of the baseline run in other orders or precisions: they bound what is rounding", "RECORD")
     ] = ()
     fp64: Annotated[bool, _option("the recipe's plain loop in double precision", "")] = False
+    units: Annotated[tuple[str, ...], _option("of a recipe whose model fits into no process: compare these modules alone", "MODULE")] = ()
     out: Annotated[Path | None, _option("keep the records of a recipe in this new folder (default: nowhere)", "FOLDER")] = None
     unfinished: Annotated[bool, _option("also read records of runs that did not come to their end", "")] = False
     html: Annotated[Path | None, _option("write one self-contained page as well", "PAGE.HTML")] = None
@@ -72,7 +73,7 @@ class VerifyOptions:
                 f"{self.candidate}: a record alone has nothing to be compared with; give the baseline's record behind it, as in "
                 f"shardbook verify {self.candidate} baseline.rec"
             )
-        if given := [name for name in ("fp64", "out") if getattr(self, name)]:
+        if given := [name for name in ("fp64", "units", "out") if getattr(self, name)]:
             raise ConfigError(f"--{given[0]}: allowed is it with a recipe, which is run here; records are as they are, so leave it out")
 
     def verdict(self) -> Verdict:
@@ -86,6 +87,7 @@ class VerifyOptions:
             self.baseline,
             steps=self.steps or _RECIPE_STEPS,
             precision="fp64" if self.fp64 else None,
+            units=self.units,
             reruns=self.rerun,
             folder=self.out,
             unfinished=self.unfinished,

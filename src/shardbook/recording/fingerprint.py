@@ -84,7 +84,8 @@ class _Ready:
     owners: Tensor  # fragment of each row
     members: Tensor  # fragments, each once
     keys: Tensor  # of the rows
-    sums: Tensor  # (2 · members, rows): the row's sign where the fragment owns it, else 0; below it ones instead of signs
+    signs: Tensor  # (members, rows): the row's sign where the fragment owns it, else 0
+    owned: Tensor  # likewise, 1 where it does
 
 
 def norms(tensors: Sequence[Tensor]) -> Prints:
@@ -147,15 +148,18 @@ class Plan:
         out.squares.index_add_(0, chunk.owners, torch.linalg.vector_norm(values, 2, dim=1).square_())
         if out.total is None or out.absolute is None or out.largest is None or out.projections is None or out.nonfinite is None:
             return
-        sums, num = torch.mm(chunk.sums, values), len(chunk.members)
-        out.projections.index_add_(0, chunk.members, torch.mm(sums[:num], column_signs(self._device)))
-        out.total.index_add_(0, chunk.members, sums[num:].sum(1))
+        totals = values.sum(1)
+        is_finite = self._device.type == "cpu" and bool(totals.isfinite().all())  # elsewhere the question would wait for the answer
+        out.total.index_add_(0, chunk.owners, totals)
+        if is_finite:
+            out.projections.index_add_(0, chunk.members, torch.mm(torch.mm(chunk.signs, values), column_signs(self._device)))
+        else:  # row by row: 0 · NaN is NaN, and must not come to other fragments
+            out.projections.index_add_(0, chunk.owners, torch.mm(values, column_signs(self._device)) * chunk.signs.sum(0)[:, None])
         values.abs_()
-        rows = values.sum(1)
-        out.absolute.index_add_(0, chunk.owners, rows)
-        mine = torch.where(chunk.sums[num:] == 0, 0.0, values.amax(1)).amax(1)
+        out.absolute.index_add_(0, chunk.owners, values.sum(1))
+        mine = torch.where(chunk.owned == 0, 0.0, values.amax(1)).amax(1)
         out.largest[chunk.members] = torch.maximum(out.largest[chunk.members], mine)
-        if self._device.type != "cpu" or not rows.isfinite().all():  # elsewhere the question would wait for the answer
+        if not is_finite:
             out.nonfinite.index_add_(0, chunk.owners, values.isfinite().logical_not_().sum(1))
 
     def _count_wide(self, chunk: _Ready, values: Tensor, lanes: Tensor, wide: Tensor) -> None:
@@ -163,16 +167,15 @@ class Plan:
 
         Last of all, since it works in the chunk's own memory; values may be without their signs.
         """
-        owned = chunk.sums[len(chunk.members) :]
         if self._device.type == "cpu":
-            some = torch.mv(owned, ((lanes[:, ::_SAMPLED] & _BELOW_FP16).amax(1) != 0).double())
+            some = torch.mv(chunk.owned, ((lanes[:, ::_SAMPLED] & _BELOW_FP16).amax(1) != 0).double())
             if some.all():
                 wide.index_add_(0, chunk.members, some[:, None].expand(-1, 2))
                 return
         below = lanes.bitwise_and_(_BELOW_BF16).amax(1)  # amax, since any is several times slower
         lost = values.sub_(values.half()).abs_().amax(1)  # NaN where a value is infinite: not held either
         rows = torch.stack([below != 0, lost != 0], 1)
-        wide.index_add_(0, chunk.members, torch.mm(owned, rows.double()))
+        wide.index_add_(0, chunk.members, torch.mm(chunk.owned, rows.double()))
 
     def _fill(self, chunk: _Ready, tensors: Sequence[Tensor], values: Tensor, lanes: Tensor) -> None:
         """Lay the elements where their positions in their parameters are, zeros where the chunk has none of them."""
@@ -193,9 +196,10 @@ class Plan:
         rows, members = torch.tensor(chunk.rows), sorted(set(chunk.owners))
         owners = torch.tensor(chunk.owners)
         owned = (owners[None, :] == torch.tensor(members)[:, None]).double()
-        sums = torch.cat([row_signs(rows) * owned, owned])
+        signs = row_signs(rows) * owned
         return _Ready(tuple(chunk.slices), len(chunk.rows), chunk.has_gaps, owners.to(self._device),
-                      torch.tensor(members, device=self._device), row_keys(rows).to(self._device), sums.to(self._device))  # fmt: skip
+                      torch.tensor(members, device=self._device), row_keys(rows).to(self._device), signs.to(self._device),
+                      owned.to(self._device))  # fmt: skip
 
 
 def _chunks(extents: Sequence[Extent]) -> Iterator[_Chunk]:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from shardbook.ledger.peers_naming import local
 
+_USUAL = (Tensor, nn.Parameter)
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
@@ -81,6 +83,8 @@ def flat(tensor: Tensor) -> Tensor:
 
 def flat_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A gradient in the order of its parameter's memory."""
+    if _is_usual(gradient) and _is_usual(parameter):  # most are: the rest of this takes several times as long
+        return gradient.detach().view(-1)
     gradient, parameter = local(gradient), local(parameter)
     if gradient.layout == torch.strided and gradient.stride() != parameter.stride() and not parameter.is_contiguous():
         gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
@@ -103,6 +107,11 @@ def _described(parameter: nn.Parameter, names: Sequence[str]) -> Described:
     return Described(
         names[0], tuple(shape), tuple(stride), str(parameter.dtype).removeprefix("torch."), parameter.requires_grad, tuple(names[1:])
     )
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    """In row-major order, real, and no subclass."""
+    return type(tensor) in _USUAL and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
 
 
 def _is_dense(tensor: Tensor) -> bool:

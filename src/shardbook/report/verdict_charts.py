@@ -29,7 +29,13 @@ def losses(verdict: Verdict) -> Callable[[int], str]:
     values = [float(row["y"]) for row in rows]
     low, high = min(values, default=0.0), max(values, default=1.0)
     room = (high - low) * 0.15 or abs(high) * 0.1 or 1.0
-    return _lines(rows, "loss", alt.Scale(domain=[low - room, high + room], nice=False), _LOSS_PIXELS)
+    y = alt.Y(
+        "y:Q",
+        title="loss",
+        scale=alt.Scale(domain=[low - room, high + room], nice=False),
+        axis=alt.Axis(tickCount=5, format=".2f" if high >= 0.1 else ".1e"),
+    )
+    return _lines(rows, _steps(verdict), y, _LOSS_PIXELS)
 
 
 def deviations(verdict: Verdict, phase: Phase) -> Callable[[int], str]:
@@ -43,22 +49,30 @@ def deviations(verdict: Verdict, phase: Phase) -> Callable[[int], str]:
     ]
     values = [float(row["y"]) for row in rows]
     domain = [min(values, default=0.1) / 8, max(values, default=1.0) * 8]
-    return _lines(rows, "relative to the baseline", alt.Scale(type="log", domain=domain, nice=False), _PHASE_PIXELS)
+    y = alt.Y(
+        "y:Q",
+        title="relative to the baseline",
+        scale=alt.Scale(type="log", domain=domain, nice=False),
+        axis=alt.Axis(format=".0e", values=_POWERS),
+    )
+    return _lines(rows, _steps(verdict), y, _PHASE_PIXELS)
 
 
-def _lines(rows: Sequence[Mapping[str, Any]], title: str, scale: alt.Scale, height: int) -> Callable[[int], str]:
+def _steps(verdict: Verdict) -> list[int]:
+    return sorted({step for step, _, _ in verdict.losses} | {one.step for one in verdict.phases})
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], steps: Sequence[int], y: alt.Y, height: int) -> Callable[[int], str]:
+    """One line for each name, over all ``steps`` of the verdict, so that pictures below one another have one axis."""
     names = list(dict.fromkeys(row["name"] for row in rows))
-    steps = sorted({row["x"] for row in rows})
-    few = len(steps) <= _MAX_POINTS
     ends = [next(row for row in reversed(rows) if row["name"] == name) for name in names]
-    axis = alt.Axis(format=".0e", values=_POWERS) if scale["type"] == "log" else alt.Axis(tickCount=5)
+    domain = [steps[0], max(steps[-1], steps[0] + 1)] if steps else [0, 1]
 
     @charts._unchecked
     def draw(width: int) -> str:
-        x = alt.X("x:Q", title="step", axis=alt.Axis(values=_ticks(steps, width), format="d"), scale=alt.Scale(nice=False, padding=8))
-        y = alt.Y("y:Q", title=title, scale=scale, axis=axis)
+        x = alt.X("x:Q", title="step", axis=_step_axis(steps, width), scale=alt.Scale(domain=domain, nice=False, padding=8))
         dash = alt.StrokeDash("name:N", scale=alt.Scale(domain=names, range=[list(_DASHES[name]) for name in names]), legend=None)
-        point = alt.OverlayMarkDef(color=charts._INK, size=26) if few else False
+        point = alt.OverlayMarkDef(color=charts._INK, size=26) if len(steps) <= _MAX_POINTS else False
         line = alt.Chart(charts._data(rows)).mark_line(color=charts._INK, strokeWidth=1.8, point=point).encode(x=x, y=y, strokeDash=dash)
         return charts._svg(alt.layer(line, *_names(ends, x, y)), width, height)
 
@@ -76,8 +90,7 @@ def _names(ends: Sequence[Mapping[str, Any]], x: alt.X, y: alt.Y) -> Iterable[al
         yield mark.encode(x=x, y=y, text="name:N")
 
 
-def _ticks(steps: Sequence[int], width: int) -> list[int]:
-    """As many steps as have room, evenly taken."""
+def _step_axis(steps: Sequence[int], width: int) -> alt.Axis:
+    """Each step where they have room, else round ones."""
     room = 16 if width == charts.WIDE else 7
-    every = max(1, -(-len(steps) // room))
-    return list(steps[::every])
+    return alt.Axis(values=list(steps), format="d") if len(steps) <= room else alt.Axis(tickCount=room // 2, format="d")

@@ -81,7 +81,10 @@ def against_plain_units(recipe: Recipe, asked: Asked, place: Path) -> Verdict:
         f"gradient that reaches it, and the step's weight and norm are the run's own"
     )
     notes = tuple(one for one in worst.notes if not one.startswith("data:"))
-    return replace(worst, candidate=run_of(recipe), baseline=f"{_title(recipe)}: plain loops of chosen units", notes=(note, *notes))
+    # losses are the run's own on both sides
+    phases = sorted((phase for one in verdicts for phase in one.phases if phase.phase != "forward"), key=lambda phase: phase.step)
+    name = f"{_title(recipe)}: plain loops of {', '.join(asked.units)}"
+    return replace(worst, candidate=run_of(recipe), baseline=name, notes=(note, *notes), losses=(), phases=tuple(phases))
 
 
 class OfUnit(Record):

@@ -127,10 +127,10 @@ def record_plain(
     scales = [1.0] * steps if variant == DOUBLE else [report["loss_scale"] for report in reports] or _scales(recipe, steps)
     loop = build_plain(recipe, device, _DOUBLE if variant == DOUBLE else None)
     loop.check_repeatable(data.step(1)[0][0], seeding(seed, 1))
-    mode = dict(RERUNS).get(variant, nullcontext)
+    mode = dict(RERUNS).get(variant, nullcontext)()  # one for all steps, as it draws on
     with record(InOrder(loop), loop.optimizer, folder, complete_every=1) as loop.recorder:
         for step, scale in enumerate(scales, 1):
-            with mode():
+            with mode:
                 loop.step(data.step(step), scale, seeding(seed, step))
 
 
@@ -140,13 +140,13 @@ def record_units(
     """The plain loop of each unit, one after the other, over what the run has written down of it: to ``unit-k/variant``."""
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True)
-    mode = dict(RERUNS).get(variant, nullcontext)
+    mode = dict(RERUNS).get(variant, nullcontext)()  # one for all steps, as it draws on
     for index, unit in enumerate(units):
         place, loop = folder_of(folder, index), UnitLoop(recipe, unit, device)
         with record(InOrder(loop), loop.optimizer, place / variant, complete_every=1) as loop.recorder:
             for step, report in enumerate(reports, 1):
                 batches = captured(place, step, recipe.run.ranks, recipe.zero.accumulate)
-                with mode():
+                with mode:
                     loop.reported(report).step(batches, report["loss_scale"])
 
 
@@ -171,7 +171,7 @@ class Given:
 
 
 class InOrder(nn.Module):
-    """What a recorder is shown: a loop's parameters under their names, in the optimizer's order, in which masters are told from one another."""
+    """What a recorder is shown: a loop's parameters under their names, in the optimizer's order, in which it gives masters their names."""
 
     def __init__(self, loop: PlainLoop) -> None:
         super().__init__()

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardbook.recording.prints import NUM_PROJECTIONS
-from shardbook.verifying.case import Facts, norm_of
-from shardbook.verifying.closeness import Closeness
+from shardbook.verifying.case import Facts, norm_of, updates
+from shardbook.verifying.closeness import Closeness, together
 from shardbook.verifying.pairing import Pair
 from shardbook.verifying.statistics import CHANCE, f_quantile, normal_deviations, poisson_quantile, unit_roundoff
 
@@ -43,6 +43,7 @@ class Bounds:
         default_factory=dict[tuple[int, str], Mapping[str, Sequence[float]]]
     )
     roundoff: float = _SINGLE
+    _linear: bool | None = None
     _facts: Facts | None = None
     _noise: float = 0.0
     _carried: float = 0.0
@@ -69,6 +70,8 @@ class Bounds:
 
     def has_stepped(self, facts: Facts) -> None:
         """What the optimizer was given in this step is known: updates and states follow from it."""
+        if self._linear is None and facts.stepped:
+            self._see_whether_linear(facts)
         for name, one in facts.stepped.items():
             if math.isfinite(one.distance) and not one.same:
                 self._stepped[name] = max(self._stepped.get(name, 0.0), one.distance)
@@ -112,7 +115,7 @@ class Bounds:
             return math.inf if apart else 0.0
         rounding = 2.0 * unit_roundoff(after.dtype) * after.norm / one.other
         arithmetic = _UPDATE_ROUNDINGS * max(unit_roundoff(after.dtype), _SINGLE) if after.dtype != "float64" else 2.0**-48
-        carried = apart and 2.0 if self._divides(facts) else 4.0 * apart * max(1.0, self._room(facts, name, one))
+        carried = apart and 2.0 if not self._linear else 4.0 * apart * max(1.0, self._room(facts, name, one))
         return rounding + arithmetic + carried
 
     def state(self, name: str, one: Closeness, stepped: float) -> float:
@@ -124,7 +127,7 @@ class Bounds:
     def turned(self, facts: Facts, name: str, one: Closeness) -> float:
         """Of an update in which elements turn over as often as gradients that are spread evenly around zero let them."""
         apart, rounding = self._stepped.get(name, 0.0), self.update(facts, name, one)
-        if apart == 0.0 or not self._divides(facts) or not one.other:
+        if apart == 0.0 or self._linear or not one.other:
             return rounding
         turned = poisson_quantile(one.numel * apart, self.chance) + 1
         return min(rounding, rounding - 2.0 + 2.0 * math.sqrt(turned / one.numel) + 2.0 * apart)
@@ -133,10 +136,16 @@ class Bounds:
         """Of the weights' type."""
         return max((unit_roundoff(one.dtype) for one in facts.pair.baseline.phases["weight"].values()), default=_SINGLE)
 
-    @staticmethod
-    def _divides(facts: Facts) -> bool:
-        """Whether the optimizer divides a gradient by its size: its states are more than sums of gradients."""
-        return bool(set(facts.states) - {"momentum_buffer"})
+    def _see_whether_linear(self, facts: Facts) -> None:
+        """The baseline's first update tells whether it is a multiple of its gradient, as SGD's is, or of each element's sign, as Adam's."""
+        steps, stepped = updates(facts.pair.baseline), facts.pair.baseline.phases.get("stepped", {})
+        both = [
+            Closeness.of_projections(steps[name], one.projections, one.numel)
+            for name, one in stepped.items()
+            if name in steps and one.projections is not None
+        ]
+        found = together(both)
+        self._linear = found is not None and found.rest < 0.2
 
     def _room(self, facts: Facts, name: str, one: Closeness) -> float:
         """How much larger the gradients were that the update is made of, than it is itself: what nearly cancels is mostly rounding."""

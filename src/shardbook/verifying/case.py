@@ -51,7 +51,7 @@ class Facts:
 
     @property
     def adds_up(self) -> bool:
-        """Whether the candidate's gradient is a sum of several, by its own doing: of micro-batches, or as shardbook was told to add ranks."""
+        """Whether the candidate's gradient is a sum of several by its own doing: of micro-batches, or of ranks as shardbook was told to."""
         many_ranks = len(self.pair.candidate.losses) > 1 and self.records[0].sums_gradients
         return self.num_accumulated > 1 or many_ranks
 
@@ -134,7 +134,10 @@ class Facts:
 
     def entered_alike(self) -> bool:
         """Whether both enter this step with weights that rounding may have parted."""
-        return bool(self.before) and all(one.same or one.distance < self.near for one in self.before.values())
+        apart, whole = (
+            math.sqrt(sum(value)) for value in zip(*((one.apart**2, one.other**2) for one in self.before.values()), strict=True)
+        )
+        return apart <= self.near * whole
 
     def settings(self, side: int) -> dict[str, Mapping[str, Any]]:
         """Parameter -> its group's settings in this step. ``side``: 0 the candidate, 1 the baseline."""
@@ -158,14 +161,13 @@ def _divisor(unit: Unit, record: Record, step: Step) -> float:
 def choose_units(records: tuple[Record, Record], pair: Pair, names: Names) -> tuple[Unit, Unit]:
     """Units in which the two gradients are nearest, of those that each record allows."""
     options = [_options(record, step) for record, step in zip(records, (pair.candidate, pair.baseline), strict=True)]
-    best: tuple[Unit, Unit] = options[0][0], options[1][0]
-    nearest = math.inf
-    for mine in options[0]:
-        for theirs in options[1]:
-            found = Facts(pair, names, (mine, theirs), records).gradients
-            far = abs(math.log(found.ratio)) if found is not None and found.ratio > 0 else math.inf
-            if far < nearest - 1e-3:
-                best, nearest = (mine, theirs), far
+    both: list[tuple[Unit, Unit]] = [(mine, theirs) for mine in options[0] for theirs in options[1]]
+    best, nearest = both[0], math.inf
+    for units in both:
+        found = Facts(pair, names, units, records).gradients
+        far = abs(math.log(found.ratio)) if found is not None and found.ratio > 0 else math.inf
+        if far < nearest - 1e-3:
+            best, nearest = units, far
     return best
 
 
@@ -252,7 +254,7 @@ class Case:
 
     @cached_property
     def turned(self) -> float | None:
-        """What of the gradients that reached the outputs is in another direction than the baseline's: root mean square over micro-batches."""
+        """What of the gradients that reached the outputs is in another direction than the baseline's: root mean square."""
         rests = [
             one.gradient.rest for one in self.forwards if one.gradient is not None and one.gradient.rest is not None and not one.is_loss
         ]

@@ -83,7 +83,7 @@ class Together:
         ratio: the one factor that explains most.
         rest: what it leaves, relative to the candidate's norm.
         spread: largest relative deviation of a parameter's own ratio from it, where that ratio is known better than that.
-        error: standard error of the ratio: ``rest`` over the root of the number of projections.
+        error: standard error of the ratio: what it leaves, over the root of the number of projections.
         num: parameters.
     """
 
@@ -99,7 +99,7 @@ class Together:
         return math.isfinite(self.ratio) and self.rest < 0.01
 
     def is_near(self, value: float, tolerance: float = 2e-3) -> bool:
-        return abs(self.ratio / value - 1.0) <= max(tolerance, 4 * self.error)
+        return abs(self.ratio / value - 1.0) <= max(tolerance, 4 * self.error / abs(value))
 
 
 def together(ones: Iterable[Closeness]) -> Together | None:
@@ -113,7 +113,7 @@ def together(ones: Iterable[Closeness]) -> Together | None:
     norm = math.sqrt(_sum(one.norm**2 for one in known))
     rest = math.sqrt(left / NUM_PROJECTIONS) / norm if norm else 0.0
     spread = max((abs(one.ratio / ratio - 1.0) for one in known if ratio and (one.rest or 0.0) < 0.05), default=0.0)
-    error = rest / math.sqrt(NUM_PROJECTIONS * len(known)) if known else math.inf
+    error = math.sqrt(left / along / (NUM_PROJECTIONS * len(known)))
     return Together(ratio=ratio, rest=rest, spread=spread, error=error, num=len(known))
 
 

@@ -1,9 +1,8 @@
 """One step of both runs, phase by phase, in the order in which things happen in it."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from shardbook.verifying.bounds import Bounds
 from shardbook.verifying.case import Facts
@@ -11,24 +10,15 @@ from shardbook.verifying.closeness import Closeness, together
 from shardbook.verifying.forwards import matched, varies
 from shardbook.verifying.pairing import objective
 from shardbook.verifying.residuals import residuals
+from shardbook.verifying.results import result, size, worst, worst_of
+from shardbook.verifying.settings import compare_settings
 from shardbook.verifying.verdict import Phase, PhaseResult
-
-_SETTINGS = (
-    "lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize", "decoupled_weight_decay",
-    "alpha", "centered", "rho", "lr_decay", "initial_accumulator_value", "momentum_decay",
-)  # fmt: skip
-_SAME_NUMBER = 2.0**-40
-"""Relative: settings are double precision, and a scheduler reaches one value along several ways."""
-
-_SAME_SINGLE = 2.0**-22
-
-_LEAST_ROUNDED = 2.0**-14
-"""Relative distance of values from themselves in fp16, at least: unit roundoff 2^-11, evenly spread errors of half of that."""
+from shardbook.verifying.widths import is_rounded, narrower_in
 
 
 def compare_start(facts: Facts) -> list[PhaseResult]:
     """The state before the first step."""
-    found = [_worst(0, "state", facts.weight, dict.fromkeys(facts.weight, 0.0)), *_buffers(facts)]
+    found = [worst(0, "state", facts.weight, dict.fromkeys(facts.weight, 0.0)), *_buffers(facts)]
     found += [
         PhaseResult(step=0, phase="state", parameter=name, deviation=1.0, same_bits=False, num_compared=1)
         for name in (*facts.names.untied, *facts.names.tied)
@@ -43,10 +33,18 @@ def compare_step(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     found += [*_forward(facts, bounds), *_outputs(facts, bounds)]
     found += [*_replicas(facts, "gradient"), *_narrower(facts, "gradient", "backward"), *_gradient(facts, bounds), *_clip(facts, bounds)]
     bounds.has_stepped(facts)
-    found += [*_settings(facts), *_narrower(facts, "weight", "update"), *_update(facts, bounds), *_replicas(facts, "weight")]
+    found += [*compare_settings(facts), *_narrower(facts, "weight", "update"), *_update(facts, bounds), *_replicas(facts, "weight")]
     found += [*_states(facts, bounds), *_buffers(facts)]
     bounds.leave(facts)
-    return [one for one in found if one.num_compared]
+    return _without_told([one for one in found if one.num_compared])
+
+
+def _without_told(found: list[PhaseResult]) -> list[PhaseResult]:
+    """A loss is what the loop tells. Where nothing else of the step is apart, it is told in another way: averaged, say."""
+    beyond = [one for one in found if one.exceeds]
+    if len(beyond) == 1 and beyond[0].phase == "forward" and beyond[0].rank is None and beyond[0].parameter is None:
+        return [replace(one, bound=math.inf) if one is beyond[0] else one for one in found]
+    return found
 
 
 # ---- before the gradient --------------------------------------------------------------------------------------------------
@@ -89,7 +87,7 @@ def _entered(facts: Facts) -> list[PhaseResult]:
     found: list[PhaseResult] = []
     changed = {name: one for name, one in facts.before.items() if facts.changed(0, name) != facts.changed(1, name)}
     if changed:
-        found.append(_worst(facts.number, "state", changed, dict.fromkeys(changed, 0.0)))
+        found.append(worst(facts.number, "state", changed, dict.fromkeys(changed, 0.0)))
     modes = [sorted({micro.evaluating for micros in step.micro_batches for micro in micros}) for step in facts.sides]
     if all(modes) and modes[0] != modes[1]:
         found.append(PhaseResult(step=facts.number, phase="forward", deviation=1.0, same_bits=False, num_compared=1))
@@ -133,7 +131,7 @@ def _outputs(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     outputs = [(one.rank, one.output) for one in ones if one.output is not None and one.same_inputs]
     for rank, output in outputs:
         bound = bounds.loss(facts, 1.0)
-        found.append(_result(facts.number, "forward", None, output, bound, rank))
+        found.append(result(facts.number, "forward", None, output, bound, rank))
     gradients = [(one.rank, one.gradient) for one in ones if one.gradient is not None and one.gradient.other]
     for rank, gradient in gradients:
         if gradient.rest is not None:
@@ -147,17 +145,7 @@ def _outputs(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         found.append(
             PhaseResult(step=facts.number, phase="backward", deviation=varies(ratios), bound=bound, same_bits=False, num_compared=1)
         )
-    return _worst_of(found)
-
-
-def _worst_of(found: Iterable[PhaseResult]) -> list[PhaseResult]:
-    """One result for each phase: the worst, with the number of all."""
-    worst: dict[str, PhaseResult] = {}
-    for one in found:
-        known = worst.get(one.phase)
-        if known is None or _size(one) > _size(known):
-            worst[one.phase] = one
-    return list(worst.values())
+    return worst_of(found)
 
 
 # ---- gradient, clip -------------------------------------------------------------------------------------------------------
@@ -168,7 +156,7 @@ def _gradient(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         return [PhaseResult(step=facts.number, phase="backward", same_bits=True, num_compared=len(facts.gradient))]
     limits = {name: bounds.gradient(name) for name in facts.gradient}
     wholes = {name: bounds.whole(one) for name, one in facts.gradient.items()}
-    found = [_worst(facts.number, "backward", facts.gradient, limits, wholes), *_missing(facts, "gradient", "backward")]
+    found = [worst(facts.number, "backward", facts.gradient, limits, wholes), *_missing(facts, "gradient", "backward")]
     return found + _systematic(facts.number, "backward", facts.gradient, limits, bounds)
 
 
@@ -182,7 +170,7 @@ def _clip(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     norm = math.sqrt(sum(one.other**2 for one in facts.gradient.values()))
     overall = math.sqrt(sum(one.apart**2 for one in facts.gradient.values())) / norm if norm else 0.0
     limits = {name: bounds.stepped(facts.gradient.get(name), overall) for name in facts.stepped}
-    return [_worst(facts.number, "clip", facts.stepped, limits)]
+    return [worst(facts.number, "clip", facts.stepped, limits)]
 
 
 def _missing(facts: Facts, name: str, phase: Phase) -> list[PhaseResult]:
@@ -218,67 +206,10 @@ def _systematic(number: int, phase: Phase, ones: Mapping[str, Closeness], limits
 
 def _narrower(facts: Facts, name: str, phase: Phase) -> list[PhaseResult]:
     """What the candidate holds in a narrower type than the baseline. One micro-batch's gradient may come so: nothing was added in it."""
-    narrower = [one for one in narrower_in(facts, name) if _is_rounded(facts, name, one)]
+    narrower = [one for one in narrower_in(facts, name) if is_rounded(facts, name, one)]
     if not narrower or (name == "gradient" and not facts.adds_up):
         return []
     return [PhaseResult(step=facts.number, phase=phase, parameter=narrower[0], deviation=1.0, same_bits=False, num_compared=len(narrower))]
-
-
-def _is_rounded(facts: Facts, phase: str, name: str) -> bool:
-    """Whether the values themselves are as far apart as a rounding takes them: some come to 16-bit values by themselves."""
-    mine, theirs = (step.phases[phase][name] for step in facts.sides)
-    if mine.dtype != theirs.dtype:
-        return True
-    one = facts.gradient[name] if phase == "gradient" else Closeness.of(mine, theirs)
-    return one.distance > _LEAST_ROUNDED
-
-
-def narrower_in(facts: Facts, phase: str) -> list[str]:
-    """Parameters that the candidate has in a narrower type, or with values of one, than the baseline."""
-    mine, theirs = facts.pair.candidate.phases.get(phase, {}), facts.pair.baseline.phases.get(phase, {})
-    common = [name for name in facts.names.common if name in mine and name in theirs]
-    return [name for name in common if _width(mine[name]) < _width(theirs[name])]
-
-
-def _width(one: Any) -> int:
-    if one.largest == 0.0:
-        return 64
-    narrow = 16 if one.narrow in ("bf16", "fp16") else 64
-    return min(narrow, 16 if one.dtype in ("bfloat16", "float16") else 8 if "float8" in one.dtype else 64)
-
-
-def _settings(facts: Facts) -> list[PhaseResult]:
-    mine, theirs = facts.settings(0), facts.settings(1)
-    worst = PhaseResult(step=facts.number, phase="update", num_compared=0)
-    for name in theirs:
-        for key in _SETTINGS if name in mine else ():
-            deviation = setting_difference(mine[name].get(key), theirs[name].get(key))
-            if deviation > worst.deviation:
-                worst = PhaseResult(
-                    step=facts.number, phase="update", parameter=name, deviation=deviation, same_bits=False, num_compared=len(theirs)
-                )
-    return [worst] if worst.num_compared else []
-
-
-def setting_difference(mine: Any, theirs: Any) -> float:
-    """Relative, 0 where both are the same number or one of them isn't known."""
-    if mine is None or theirs is None:
-        return 0.0
-    if isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        return max((setting_difference(a, b) for a, b in zip(mine, theirs, strict=False)), default=0.0)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-    a, b = float(mine), float(theirs)
-    deviation = abs(a - b) / abs(b) if b else abs(a)
-    single = a in (_single(b), b) or b == _single(a)
-    return 0.0 if deviation <= _SAME_NUMBER or (single and deviation <= _SAME_SINGLE) else deviation
-
-
-def _single(value: float) -> float:
-    import struct
-
-    try:
-        return struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return math.inf
 
 
 def _update(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
@@ -286,18 +217,18 @@ def _update(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         return [PhaseResult(step=facts.number, phase="update", num_compared=len(facts.weight))]
     limits = {name: bounds.update(facts, name, one) for name, one in facts.update.items()}
     different = {name: one for name, one in facts.update.items() if not (facts.weight[name].same and facts.before[name].same)}
-    found = [_worst(facts.number, "update", different, limits), *_systematic(facts.number, "update", different, limits, bounds)]
+    found = [worst(facts.number, "update", different, limits), *_systematic(facts.number, "update", different, limits, bounds)]
     found += [*_half(facts, bounds, different), *_decay(facts, bounds, different)]
     if not facts.update:  # a brief step: norms of weights, within what updates may have done
         limits = dict.fromkeys(facts.weight, math.inf)
-        found = [_worst(facts.number, "update", facts.weight, limits)]
+        found = [worst(facts.number, "update", facts.weight, limits)]
     return found
 
 
 def _half(facts: Facts, bounds: Bounds, ones: Mapping[str, Closeness]) -> list[PhaseResult]:
     """The parameter in the middle: rounding may turn all of a few parameters' updates over, and a few elements of all parameters."""
     limits = {name: bounds.turned(facts, name, one) for name, one in ones.items()}
-    results = sorted((_result(facts.number, "update", name, one, limits[name]) for name, one in ones.items()), key=_size)
+    results = sorted((result(facts.number, "update", name, one, limits[name]) for name, one in ones.items()), key=size)
     return results[len(results) // 2 : len(results) // 2 + 1]
 
 
@@ -342,8 +273,8 @@ def _states(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         found += _narrower(facts, f"state.{key}", "state")
         stepped = {name: facts.pair.baseline.phases.get("stepped", {}).get(name) for name in ones}
         limits = {name: bounds.state(name, one, stepped[name].norm if stepped[name] else 0.0) for name, one in ones.items()}  # pyright: ignore[reportOptionalMemberAccess]
-        found.append(_worst(facts.number, "state", ones, limits))
-    return _worst_of(found)
+        found.append(worst(facts.number, "state", ones, limits))
+    return worst_of(found)
 
 
 def _buffers(facts: Facts) -> list[PhaseResult]:
@@ -352,40 +283,9 @@ def _buffers(facts: Facts) -> list[PhaseResult]:
     if len(facts.pair.candidate.losses) != len(facts.pair.baseline.losses) or not mine or not theirs:
         return []
     results: list[PhaseResult] = []
+    alike = 1 if "ddp" in [record.engine for record in facts.records] else None  # it sends rank 0's to the others
     for name in theirs:
-        for a, b in zip(mine.get(name, ()), theirs[name], strict=False):
+        for a, b in list(zip(mine.get(name, ()), theirs[name], strict=False))[:alike]:
             one = Closeness.of(a.fingerprint, b.fingerprint)
-            results.append(_result(facts.number, "state", name, one, 0.0 if facts.number == 0 or facts.same_before() else math.inf, a.rank))
-    return _worst_of(results)
-
-
-# ---- results --------------------------------------------------------------------------------------------------------------
-
-
-def _result(number: int, phase: Phase, name: str | None, one: Closeness, bound: float, rank: int | None = None) -> PhaseResult:
-    deviation = 0.0 if one.same else one.distance
-    return PhaseResult(
-        step=number, phase=phase, parameter=name, rank=rank, deviation=deviation, bound=bound, same_bits=bool(one.same), num_compared=1
-    )
-
-
-def _worst(
-    number: int, phase: Phase, ones: Mapping[str, Closeness], limits: Mapping[str, float], wholes: Mapping[str, float] | None = None
-) -> PhaseResult:
-    """Of many parameters the one that is farthest beyond its bound, or nearest to it. ``wholes``: what deviations are relative to."""
-    results = [_result(number, phase, name, one, limits[name]) for name, one in ones.items()]
-    if wholes is not None:
-        results = [replace(one, deviation=ones[one.parameter or ""].apart / (wholes[one.parameter or ""] or 1.0)) for one in results]
-    if not results:
-        return PhaseResult(step=number, phase=phase)
-    worst = max(results, key=_size)
-    return PhaseResult(
-        step=number, phase=phase, parameter=worst.parameter if worst.deviation else None, deviation=worst.deviation, bound=worst.bound,
-        same_bits=all(one.same_bits for one in results), num_compared=len(results),
-    )  # fmt: skip
-
-
-def _size(one: PhaseResult) -> tuple[bool, float]:
-    if math.isnan(one.deviation):
-        return True, math.inf
-    return one.exceeds, one.deviation / one.bound if one.bound else one.deviation
+            results.append(result(facts.number, "state", name, one, 0.0 if facts.number == 0 or facts.same_before() else math.inf, a.rank))
+    return worst_of(results)

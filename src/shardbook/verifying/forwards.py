@@ -50,9 +50,9 @@ class Matched:
 
 def matched(pair: Pair) -> list[Matched]:
     """Each of the candidate's once, with one of the baseline's that has the same inputs, else the same first input."""
-    theirs = [(micro, counted) for _, micro, counted in _all(pair.baseline)]
+    theirs = [(micro, counted) for _, micro, counted in each_forward(pair.baseline)]
     found: list[Matched] = []
-    for rank, micro, counted in _all(pair.candidate):
+    for rank, micro, counted in each_forward(pair.candidate):
         place = next((at for at, (other, _) in enumerate(theirs) if _key(other) == _key(micro)), None)
         if place is None:
             place = next((at for at, (other, _) in enumerate(theirs) if _key(other)[:1] == _key(micro)[:1] and _key(micro)), None)
@@ -72,7 +72,8 @@ def _key(micro: MicroBatch) -> tuple[int, ...]:
     return tuple(one.hash for one in micro.inputs)
 
 
-def _all(step: Step) -> Iterator[tuple[int, MicroBatch, Counted | None]]:
+def each_forward(step: Step) -> Iterator[tuple[int, MicroBatch, Counted | None]]:
+    """(rank, micro-batch, what is known of its targets)."""
     for rank, micros in enumerate(step.micro_batches):
         given = step.given[rank] if rank < len(step.given) and len(step.given[rank]) == len(micros) else None
         for place, micro in enumerate(micros):

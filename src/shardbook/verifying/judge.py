@@ -1,5 +1,6 @@
 """Two records -> a verdict: steps are compared in order, the first divergence is found, and rules are asked why."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -151,9 +152,14 @@ def _notes(case: Case, phases: Sequence[PhaseResult]) -> list[str]:
     buffers = [any("buffer" in step.parts for step in facts.sides) for facts in case.steps.values()]
     if any(buffers) and case.num_ranks[0] != case.num_ranks[1]:
         found.append("buffers: each rank has its own, and the runs have different numbers of ranks: not compared")
-    for record in case.records:
-        if not record.ended:
-            found.append(f"{record.folder}: the run did not end by itself; compared up to step {record.num_steps}")
+    told = [one for one in phases if one.phase == "forward" and one.bound == math.inf and one.deviation]
+    if told:
+        found.append(f"loss: told as {told[0].deviation:.2g} away from the baseline's in step {told[0].step}, while nothing else is")
+    found += [
+        f"{record.folder}: the run did not end by itself; compared up to step {record.num_steps}"
+        for record in case.records
+        if not record.ended
+    ]
     for side, facts in ((side, facts) for facts in case.steps.values() for side in (0, 1) if facts.sides[side].missing):
         phase, name = facts.sides[side].missing[0]
         found.append(f"{case.records[side].folder}: step {facts.number}: some elements of {name} were recorded by no rank ({phase})")

@@ -11,6 +11,7 @@ type. A compiled model runs uncompiled below a mode. What differs from the plain
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -175,26 +176,39 @@ class _Randomly:
 # ---- operators and their arguments -----------------------------------------------------------------------------------------
 
 
+@cache
 def _name(func: Any) -> str:
     return func._schema.name.removeprefix("aten::")
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by name; those that were left out stay out."""
-    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    return dict(zip(_arguments(func), args, strict=False)) | dict(kwargs)
 
 
+@cache
+def _arguments(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@cache
 def _is_view(func: Any) -> bool:
     return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether it draws random numbers: attention only does with dropout."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _may_draw(func):
         return False
     return "scaled_dot_product" not in _name(func) or bool(_named(func, args, kwargs).get("dropout_p"))
 
 
+@cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
 def _written(func: Any) -> dict[int, str]:
     """Arguments that are written to: by the place of the result that they are, or by a negative number if none is."""
     schema = func._schema

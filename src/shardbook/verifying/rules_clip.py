@@ -30,18 +30,27 @@ def per_rank(case: Case) -> Iterator[Finding]:
         return
     clipped, gradient = norm_of(here.pair.baseline.phases["stepped"]), norm_of(here.pair.candidate.phases["gradient"]) / here.divisors[0]
     active = both[1] < 1 - _SAME
+    ranks = max(case.num_ranks)
     many = max(max(case.num_ranks), max(case.num_micro_batches)) > 1
-    if active and many and found.ratio < 1 and gradient <= clipped * 1.01 and both[0] > 1 - _SAME and case.same_outputs is not False:
-        sure = PLAUSIBLE + 0.15 if found.rest > 1e-4 else PLAUSIBLE
+    if (
+        active
+        and many
+        and found.ratio < 1
+        and gradient <= clipped * ranks * 1.01
+        and both[0] > 1 - _SAME
+        and case.same_outputs is not False
+    ):
+        # parts that were scaled by different factors are no multiple of the whole, and not far from one
+        sure = LIKELY if 10 * here.roundoff < found.rest < 0.15 else PLAUSIBLE + 0.05
         yield Finding(
             "clip.per_rank", sure,
-            f"step {here.number}: the gradient's norm is {gradient:.4g} before clipping, within the limit of {clipped:.4g} already: parts were "
-            f"clipped before they were added",
+            f"step {here.number}: the gradient's norm is {gradient:.4g} before clipping, nothing is scaled to the limit of "
+            f"{clipped:.4g}: parts were clipped before they were added",
         )  # fmt: skip
     elif active and many and found.is_near(1.0) and both[0] > 1 - _SAME and case.at("clip"):
         yield Finding(
             "clip.per_rank", PLAUSIBLE,
-            f"step {here.number}: not clipped, where the baseline's gradient is scaled by {both[1]:.4g}: its parts may each be within the limit",
+            f"step {here.number}: not clipped, where the baseline's gradient is scaled by {both[1]:.4g}: its parts may be within the limit",
         )  # fmt: skip
 
 

@@ -7,8 +7,7 @@ from shardbook.recording.forwards import SAMPLE_NUMEL
 from shardbook.recording.read import Step
 from shardbook.verifying.case import Case
 from shardbook.verifying.findings import CERTAIN, Finding
-from shardbook.verifying.forwards import Counted
-from shardbook.verifying.forwards import _all as counted
+from shardbook.verifying.forwards import Counted, each_forward
 
 _EXACT = 1e-4
 _OTHER = 1e-3
@@ -40,7 +39,7 @@ def mean_of_means_cut(case: Case) -> Iterator[Finding]:
 
 def _squares(step: Step) -> list[tuple[int, float]]:
     """(tokens that count, squares of the gradient of the output) of each micro-batch; empty where one is not known, or only a sample is."""
-    ones = [(known, micro.output_gradient) for _, micro, known in counted(step)]
+    ones = [(known, micro.output_gradient) for _, micro, known in each_forward(step)]
     whole = [(known.valid, one.squares) for known, one in ones if known is not None and one is not None and _is_whole(one.numel, known)]
     return whole if len(whole) == len(ones) else []
 

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from shardbook.recording.read import Step
-from shardbook.verifying.case import Case, num_micro_batches
+from shardbook.verifying.case import Case, num_micro_batches, own_factor
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
-from shardbook.verifying.forwards import Matched, varies
+from shardbook.verifying.forwards import Counted, Matched, each_forward, varies
 from shardbook.verifying.pairing import objective, total_weight
 
 _EXACT = 2e-3
@@ -29,7 +29,9 @@ def micro_batch_dropped(case: Case) -> Iterator[Finding]:
             f"step {case.here.number}: {len(silent)} of {len(case.forwards)} micro-batches had a forward and no backward",
         )  # fmt: skip
     began = [_began_empty(step) for step in case.here.sides]
-    if began[0] and not began[1] and case.records[0].engine in ("plain", "ddp") and case.at("backward", "reduce"):
+    whole = case.here.gradients
+    added_apart = whole is not None and whole.rest < 0.15 and _clips_less(case)
+    if began[0] and not began[1] and not added_apart and case.records[0].engine in ("plain", "ddp") and case.at("backward", "reduce"):
         yield Finding(
             "data.micro_batch_dropped", CERTAIN,
             f"step {case.here.number}: {began[0]} micro-batches after a rank's first began without a gradient: what those before had added "
@@ -44,13 +46,15 @@ def micro_batch_dropped(case: Case) -> Iterator[Finding]:
         and found.rest > 0.05
         and found.ratio < 1
         and max(case.num_ranks) == 1
+        and sum(case.num_micro_batches) > 2
+        and case.same_outputs
+        and _gradients_alike(case.forwards)
     ):
-        if sum(case.num_micro_batches) > 2 and case.same_outputs and _gradients_alike(case.forwards):
-            yield Finding(
-                "data.micro_batch_dropped", PLAUSIBLE,
-                f"step {case.here.number}: every micro-batch's loss is weighed as in the baseline, and yet {found.ratio:.2f} of the gradient "
-                f"arrives: what some micro-batches added was cleared",
-            )  # fmt: skip
+        yield Finding(
+            "data.micro_batch_dropped", PLAUSIBLE,
+            f"step {case.here.number}: every micro-batch's loss is weighed as in the baseline, and yet {found.ratio:.2f} of the gradient "
+            f"arrives: what some micro-batches added was cleared",
+        )  # fmt: skip
 
 
 def ranks_share(case: Case) -> Iterator[Finding]:
@@ -101,7 +105,7 @@ def _mean_by_weights(case: Case) -> Iterator[Finding]:
     if means and case.same_outputs is not False:
         yield Finding(
             "weight.mean_of_means", LIKELY,
-            f"step {case.here.number}: the objective is divided by {divisor:g}, one for each mean, where the baseline's is by {theirs:g} tokens",
+            f"step {case.here.number}: the objective is divided by {divisor:g}, one for each mean, and not by {theirs:g} tokens",
         )  # fmt: skip
 
 
@@ -115,12 +119,12 @@ def padding_counted(case: Case) -> Iterator[Finding]:
     if found is not None and ones and found.is_multiple and found.is_near(tokens / places, 1e-4):
         yield Finding(
             "weight.padding_counted", CERTAIN,
-            f"step {here.number}: every gradient is {found.ratio:.5f} times the baseline's, as {tokens} tokens that count are to all {places}",
+            f"step {here.number}: every gradient is {found.ratio:.5f} times the baseline's, as the {tokens} tokens are to all {places}",
         )  # fmt: skip
     elif found is not None and found.is_multiple and mine and theirs and mine > theirs and found.is_near(theirs / mine, 1e-4):
         yield Finding(
             "weight.padding_counted", CERTAIN,
-            f"step {here.number}: every gradient is {found.ratio:.5f} times the baseline's, and {mine:g} tokens are counted instead of {theirs:g}",
+            f"step {here.number}: every gradient is {found.ratio:.5f} times the baseline's: {mine:g} tokens count instead of {theirs:g}",
         )  # fmt: skip
     yield from _padding_in_each(case, ones)
     yield from _padding_in_sum(case, ones)
@@ -138,8 +142,8 @@ def _padding_in_each(case: Case, ones: list[Matched]) -> Iterator[Finding]:
     if len(known) == len(ones) > 0 and max(ratios) < 1 and varies(shares) < 1e-3 and (len(ones) == 1 or varies(ratios) > 1e-3):
         yield Finding(
             "weight.padding_counted", CERTAIN,
-            f"step {case.here.number}: micro-batches count {min(ratios):.4f} to {max(ratios):.4f} of what they should, as their tokens that "
-            f"count are to all their places",
+            f"step {case.here.number}: micro-batches count {min(ratios):.4f} to {max(ratios):.4f} of what they should, as their tokens "
+            f"are to all their places",
         )  # fmt: skip
 
 
@@ -170,13 +174,16 @@ def _padding_in_sum(case: Case, ones: list[Matched]) -> Iterator[Finding]:
 
 
 def labels_shifted(case: Case) -> Iterator[Finding]:
-    """Other targets for the same inputs."""
+    """Other targets for the same inputs; with more of them that count it is padding."""
     here = case.here
     if not here.entered_alike():
         return
     given = [_places(step) for step in here.sides]
     if all(len(one) > 1 for one in given) and given[0][0] == given[1][0] and given[0][1:] != given[1][1:]:
-        yield Finding("weight.labels_shifted", CERTAIN, f"step {here.number}: the same inputs come with other targets")
+        counts = [sum(one.valid for one in targets) for targets in (_counted(step) for step in here.sides)]
+        rule = "weight.padding_counted" if counts[0] > counts[1] else "weight.labels_shifted"
+        more = f"{counts[0]} of them count, in the baseline {counts[1]}" if counts[0] != counts[1] else "as many of them count"
+        yield Finding(rule, CERTAIN, f"step {here.number}: the same inputs come with other targets; {more}")
     turned = case.turned
     if turned is not None and case.same_outputs is not False and turned > 0.3:
         mine, theirs = (total_weight(step) for step in here.sides)
@@ -210,6 +217,12 @@ def _began_empty(step: Step) -> int:
     return sum(not micro.holding for micros in step.micro_batches for micro in micros[1:])
 
 
+def _clips_less(case: Case) -> bool:
+    """The baseline clips and the candidate doesn't: a loop that takes each part's gradient away to clip it begins empty each time."""
+    mine, theirs = (own_factor(step) for step in case.here.sides)
+    return mine is not None and theirs is not None and theirs * case.here.divisors[1] < 1 - 1e-4 < mine * case.here.divisors[0]
+
+
 def varies_little(one: Matched) -> bool:
     """The factor on a loss is as good as the baseline's."""
     return one.gradient is not None and (one.gradient.rest or 0.0) < 0.02
@@ -223,6 +236,10 @@ def _tokens_together(ones: list[Matched], ratios: list[float]) -> list[int]:
     """For each micro-batch the tokens of all that are weighed alike: those of a rank, where means are taken over ranks."""
     tokens = [one.counted.valid if one.counted is not None else 0 for one in ones]
     return [sum(count for other, count in zip(ratios, tokens, strict=True) if abs(other / mine - 1.0) < 1e-4) for mine in ratios]
+
+
+def _counted(step: Step) -> list[Counted]:
+    return [counted for _, _, counted in each_forward(step) if counted is not None]
 
 
 def _places(step: Step) -> list[int]:

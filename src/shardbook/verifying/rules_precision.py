@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from shardbook.recording.prints import Fingerprint
 from shardbook.verifying.case import Case, Facts
 from shardbook.verifying.closeness import Closeness
-from shardbook.verifying.comparing import narrower_in
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
+from shardbook.verifying.widths import narrower_in
 
 _ROUNDED = (2.0**-13, 2.0**-6)
 """Relative distance of values from themselves rounded to bf16 or fp16: between an eighth and eight times half a unit."""
@@ -24,6 +25,8 @@ def master(case: Case) -> Iterator[Finding]:
             f"step {where.number}: what the optimizer updates is held {what} ({held[0]}), in the baseline in full precision",
         )  # fmt: skip
     between = [name for name in narrower_in(case.here, "before") if case.here.changed(0, name)] if case.here.number > 1 else []
+    ended = case.last.pair.candidate.phases.get("weight", {}) if case.last is not None else {}
+    between = [name for name in between if name in ended and _is_rounding(case.here.pair.candidate.phases["before"][name], ended[name])]
     if between:
         yield Finding(
             "precision.master", CERTAIN + 0.01,
@@ -37,7 +40,7 @@ def master(case: Case) -> Iterator[Finding]:
     if rounded and apart:
         yield Finding(
             "precision.master_rounded", CERTAIN,
-            f"before the first step every value of {rounded[0]} is one of a 16-bit type: the master was made of weights that had been rounded",
+            f"before the first step every value of {rounded[0]} is one of a 16-bit type: the master was made of rounded weights",
         )  # fmt: skip
     elif apart and len(small) > 0.5 * len(apart):
         yield Finding(
@@ -75,7 +78,7 @@ def accumulation(case: Case) -> Iterator[Finding]:
     if narrower:
         yield Finding(
             "precision.accumulation", CERTAIN,
-            f"step {here.number}: the gradient of {narrower[0]}, a sum over {here.num_accumulated} micro-batches, has values of a 16-bit type only",
+            f"step {here.number}: the gradient of {narrower[0]}, a sum of {here.num_accumulated} micro-batches, has 16-bit values only",
         )  # fmt: skip
         return
     found = here.gradients
@@ -87,8 +90,13 @@ def accumulation(case: Case) -> Iterator[Finding]:
     if _ROUNDED[0] / 4 < found.rest < _ROUNDED[1] * 4 and rounded > 0.7 * len(off):
         yield Finding(
             "precision.accumulation", LIKELY if rounded > 0.9 * len(off) else POSSIBLE,
-            f"step {here.number}: gradients are {min(off):.2g} to {max(off):.2g} from the baseline's and no multiple of them, as sums in 16 bits are",
+            f"step {here.number}: gradients are {min(off):.2g} to {max(off):.2g} from the baseline's, as sums in 16 bits are",
         )  # fmt: skip
+
+
+def _is_rounding(after: Fingerprint, before: Fingerprint) -> bool:
+    """Whether one is as far from the other as rounding takes it."""
+    return before.is_complete and after.is_complete and _ROUNDED[0] < Closeness.of(after, before).distance < _ROUNDED[1]
 
 
 def _given_alike(facts: Facts) -> bool:

@@ -28,7 +28,9 @@ def reduce_missing(case: Case) -> Iterator[Finding]:
         f"step {here.number}: the model's outputs and what reached them are the baseline's, and the gradients of {len(off)} of "
         f"{len(here.gradient)} parameters are not (their norms are {share:.2f} of the baseline's): parts of other ranks are not in them"
     )
-    if many or len(off) < len(here.gradient):
+    if here.gradients is not None and here.gradients.rest < 0.1 and len(off) == len(here.gradient):
+        yield Finding("reduce.missing", POSSIBLE, text)
+    elif many or len(off) < len(here.gradient):
         partial = len(off) < len(here.gradient)
         yield Finding("reduce.missing", LIKELY if many and partial else PLAUSIBLE + 0.1 if many or partial else POSSIBLE, text)
     elif max(case.num_micro_batches) > 1:

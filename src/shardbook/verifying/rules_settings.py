@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardbook.verifying.case import Case
-from shardbook.verifying.comparing import setting_difference
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
 from shardbook.verifying.residuals import multiple, residuals
+from shardbook.verifying.settings import setting_difference
 
 _EXACT = 1e-6
 
@@ -67,7 +67,7 @@ def offset(case: Case) -> Iterator[Finding]:
     if case.at("update") and found is not None and found.rest < 1e-3 and abs(found.ratio - 1) > 1e-4 and _stepped_same(case):
         yield Finding(
             "schedule.offset", PLAUSIBLE,
-            f"step {case.here.number}: from the same gradients every update is {found.ratio:.5g} times the baseline's, at the learning rate given",
+            f"step {case.here.number}: from the same gradients every update is {found.ratio:.5g} times the baseline's",
         )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def eps(case: Case) -> Iterator[Finding]:
         if setting_difference(mine, theirs):
             yield Finding("optimizer.eps", CERTAIN, f"step {case.here.number}: eps is {mine:g} instead of {theirs:g} ({name})")
             return
-    states = [one.same for ones in case.here.states.values() for one in ones.values()]
+    states = [one.same or abs(one.ratio - 1.0) < case.here.near for ones in case.here.states.values() for one in ones.values() if one.other]
     rates = any(setting_difference(*pair) for key in ("lr", "weight_decay") for pair in _both(case, key).values())
     if case.at("update") and _stepped_same(case) and states and all(states) and not rates:
         found = case.here.updates

@@ -1,0 +1,31 @@
+"""Types, and values, that are narrower than the baseline's."""
+
+from shardbook.recording.prints import Fingerprint
+from shardbook.verifying.case import Facts
+from shardbook.verifying.closeness import Closeness
+
+_ROUNDED = (2.0**-14, 2.0**-4)
+"""Relative distance of values from themselves in fp16 at least, and of sums of some in bf16 at most; errors are half a unit roundoff."""
+
+
+def is_rounded(facts: Facts, phase: str, name: str) -> bool:
+    """Whether the values themselves are as far apart as a rounding takes them: some come to 16-bit values by themselves."""
+    mine, theirs = (step.phases[phase][name] for step in facts.sides)
+    if mine.dtype != theirs.dtype:
+        return True
+    one = facts.gradient[name] if phase == "gradient" else Closeness.of(mine, theirs)
+    return _ROUNDED[0] < one.distance < _ROUNDED[1]
+
+
+def narrower_in(facts: Facts, phase: str) -> list[str]:
+    """Parameters that the candidate has in a narrower type, or with values of one, than the baseline."""
+    mine, theirs = facts.pair.candidate.phases.get(phase, {}), facts.pair.baseline.phases.get(phase, {})
+    common = [name for name in facts.names.common if name in mine and name in theirs]
+    return [name for name in common if _width(mine[name]) < _width(theirs[name])]
+
+
+def _width(one: Fingerprint) -> int:
+    if one.largest == 0.0:
+        return 64
+    narrow = 16 if one.narrow in ("bf16", "fp16") else 64
+    return min(narrow, 16 if one.dtype in ("bfloat16", "float16") else 8 if "float8" in one.dtype else 64)

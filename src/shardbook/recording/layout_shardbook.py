@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardbook.recording.fragments import Fragment
@@ -14,6 +15,8 @@ class ShardbookLayout:
 
     def __init__(self, passes: Any, optimizer: Any) -> None:
         self._passes, self._optimizer = passes, optimizer
+        # Which parameters other ranks had gradients of is told in the step's exchange: until then what is reduced may be of them alone.
+        self._knows_no_others = dist.is_initialized() and dist.get_world_size() > 1
 
     def _flats(self) -> Iterator[Any]:
         for unit in self._passes._units:
@@ -48,7 +51,7 @@ class ShardbookLayout:
         return [
             Fragment(piece.member.name, piece.span.start, flat.gradient_of(piece))
             for flat, piece in self._pieces()
-            if flat.has_gradient[piece.span.slot] and flat.grad.present
+            if flat.grad.present and (flat.has_gradient[piece.span.slot] or self._knows_no_others)
         ]
 
     def stepped(self) -> list[Fragment]:

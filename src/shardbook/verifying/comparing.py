@@ -12,13 +12,15 @@ from shardbook.verifying.pairing import objective
 from shardbook.verifying.residuals import residuals
 from shardbook.verifying.results import result, size, worst, worst_of
 from shardbook.verifying.settings import compare_settings
+from shardbook.verifying.statistics import unit_roundoff
 from shardbook.verifying.verdict import Phase, PhaseResult
-from shardbook.verifying.widths import is_rounded, narrower_in
+from shardbook.verifying.widths import is_chance, is_rounded, narrower_in
 
 
 def compare_start(facts: Facts) -> list[PhaseResult]:
     """The state before the first step."""
-    found = [worst(0, "state", facts.weight, dict.fromkeys(facts.weight, 0.0)), *_buffers(facts)]
+    limits = {name: _frozen_roundoff(facts, name) for name in facts.weight}
+    found = [worst(0, "state", facts.weight, limits), *_buffers(facts)]
     found += [
         PhaseResult(step=0, phase="state", parameter=name, deviation=1.0, same_bits=False, num_compared=1)
         for name in (*facts.names.untied, *facts.names.tied)
@@ -26,14 +28,26 @@ def compare_start(facts: Facts) -> list[PhaseResult]:
     return [one for one in found if one.num_compared]
 
 
+def _frozen_roundoff(facts: Facts, name: str) -> float:
+    """A parameter that isn't trained has no master: one run may keep it as forward uses it, the other in full precision."""
+    types = [step.phases["weight"][name].dtype for step in facts.sides]
+    trained = any(record.parameters[name].trainable for record in facts.records)
+    return 0.0 if trained or types[0] == types[1] else max(map(unit_roundoff, types))
+
+
 def compare_step(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     """Everything of one step."""
     bounds.enter(facts)
     found = [*_data(facts), *_entered(facts), *_replicas(facts, "before", "model"), *_copies(facts)]
     found += [*_forward(facts, bounds), *_outputs(facts, bounds)]
-    found += [*_replicas(facts, "gradient"), *_narrower(facts, "gradient", "backward"), *_gradient(facts, bounds), *_clip(facts, bounds)]
+    found += [
+        *_replicas(facts, "gradient"),
+        *_narrower(facts, "gradient", "backward", bounds),
+        *_gradient(facts, bounds),
+        *_clip(facts, bounds),
+    ]
     bounds.has_stepped(facts)
-    found += [*compare_settings(facts), *_narrower(facts, "weight", "update"), *_update(facts, bounds), *_replicas(facts, "weight")]
+    found += [*compare_settings(facts), *_narrower(facts, "weight", "update", bounds), *_update(facts, bounds), *_replicas(facts, "weight")]
     found += [*_states(facts, bounds), *_buffers(facts)]
     bounds.leave(facts)
     return _without_told([one for one in found if one.num_compared])
@@ -204,10 +218,11 @@ def _systematic(number: int, phase: Phase, ones: Mapping[str, Closeness], limits
 # ---- update, state --------------------------------------------------------------------------------------------------------
 
 
-def _narrower(facts: Facts, name: str, phase: Phase) -> list[PhaseResult]:
+def _narrower(facts: Facts, name: str, phase: Phase, bounds: Bounds) -> list[PhaseResult]:
     """What the candidate holds in a narrower type than the baseline. One micro-batch's gradient may come so: nothing was added in it."""
-    narrower = [one for one in narrower_in(facts, name) if is_rounded(facts, name, one)]
-    if not narrower or (name == "gradient" and not facts.adds_up):
+    trained = facts.settings(1)
+    narrower = [one for one in narrower_in(facts, name) if is_rounded(facts, name, one) and one in trained]
+    if not narrower or is_chance(facts, name, narrower, bounds.chance) or (name == "gradient" and not facts.adds_up):
         return []
     return [PhaseResult(step=facts.number, phase=phase, parameter=narrower[0], deviation=1.0, same_bits=False, num_compared=len(narrower))]
 
@@ -218,17 +233,17 @@ def _update(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     limits = {name: bounds.update(facts, name, one) for name, one in facts.update.items()}
     different = {name: one for name, one in facts.update.items() if not (facts.weight[name].same and facts.before[name].same)}
     found = [worst(facts.number, "update", different, limits), *_systematic(facts.number, "update", different, limits, bounds)]
-    found += [*_half(facts, bounds, different), *_decay(facts, bounds, different)]
+    found += [*_half(facts, bounds), *_decay(facts, bounds, different)]
     if not facts.update:  # a brief step: norms of weights, within what updates may have done
         limits = dict.fromkeys(facts.weight, math.inf)
         found = [worst(facts.number, "update", facts.weight, limits)]
     return found
 
 
-def _half(facts: Facts, bounds: Bounds, ones: Mapping[str, Closeness]) -> list[PhaseResult]:
+def _half(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     """The parameter in the middle: rounding may turn all of a few parameters' updates over, and a few elements of all parameters."""
-    limits = {name: bounds.turned(facts, name, one) for name, one in ones.items()}
-    results = sorted((result(facts.number, "update", name, one, limits[name]) for name, one in ones.items()), key=size)
+    ones = {name: replace(one, same=facts.weight[name].same and facts.before[name].same) for name, one in facts.update.items()}
+    results = sorted((result(facts.number, "update", name, one, bounds.turned(facts, name, one)) for name, one in ones.items()), key=size)
     return results[len(results) // 2 : len(results) // 2 + 1]
 
 
@@ -270,7 +285,7 @@ def stale_copies(facts: Facts) -> list[str]:
 def _states(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     found: list[PhaseResult] = []
     for key, ones in facts.states.items():
-        found += _narrower(facts, f"state.{key}", "state")
+        found += _narrower(facts, f"state.{key}", "state", bounds)
         stepped = {name: facts.pair.baseline.phases.get("stepped", {}).get(name) for name in ones}
         limits = {name: bounds.state(name, one, stepped[name].norm if stepped[name] else 0.0) for name, one in ones.items()}  # pyright: ignore[reportOptionalMemberAccess]
         found.append(worst(facts.number, "state", ones, limits))

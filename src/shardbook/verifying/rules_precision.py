@@ -15,7 +15,7 @@ _ROUNDED = (2.0**-13, 2.0**-6)
 def master(case: Case) -> Iterator[Finding]:
     """No copy in full precision, or one that was made of rounded weights."""
     first, later = case.steps.get(0), [facts for facts in case.steps.values() if facts.number >= 1]
-    held = [name for facts in later for name in narrower_in(facts, "weight")]
+    held = [name for facts in later for name in narrower_in(facts, "weight") if name in facts.settings(1)]
     if held:
         where = case.here if case.here.number else later[0]
         one = where.pair.candidate.phases["weight"].get(held[0])
@@ -25,6 +25,8 @@ def master(case: Case) -> Iterator[Finding]:
             f"step {where.number}: what the optimizer updates is held {what} ({held[0]}), in the baseline in full precision",
         )  # fmt: skip
     between = [name for name in narrower_in(case.here, "before") if case.here.changed(0, name)] if case.here.number > 1 else []
+    if any(one.phase == "before" for one in case.here.pair.candidate.disagreements):
+        between = []  # an old replica is no rounded one
     ended = case.last.pair.candidate.phases.get("weight", {}) if case.last is not None else {}
     between = [name for name in between if name in ended and _is_rounding(case.here.pair.candidate.phases["before"][name], ended[name])]
     if between:
@@ -34,8 +36,9 @@ def master(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
     if first is None or case.first > 1:
         return
-    rounded = narrower_in(first, "weight")
-    apart = {name: one.distance for name, one in first.weight.items() if not one.same}
+    trained = [name for name in first.weight if case.records[1].parameters[name].trainable]
+    rounded = [name for name in narrower_in(first, "weight") if name in trained]
+    apart = {name: first.weight[name].distance for name in trained if not first.weight[name].same}
     small = [name for name, distance in apart.items() if _ROUNDED[0] < distance < _ROUNDED[1]]
     if rounded and apart:
         yield Finding(

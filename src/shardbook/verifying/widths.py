@@ -1,5 +1,7 @@
 """Types, and values, that are narrower than the baseline's."""
 
+import math
+
 from shardbook.recording.prints import Fingerprint
 from shardbook.verifying.case import Facts
 from shardbook.verifying.closeness import Closeness
@@ -15,6 +17,13 @@ def is_rounded(facts: Facts, phase: str, name: str) -> bool:
         return True
     one = facts.gradient[name] if phase == "gradient" else Closeness.of(mine, theirs)
     return _ROUNDED[0] < one.distance < _ROUNDED[1]
+
+
+def is_chance(facts: Facts, phase: str, names: list[str], chance: float) -> bool:
+    """Whether so few elements are of 16 bits only by chance: a sum of two 16-bit values of like size is, one time in two."""
+    mine, theirs = (step.phases[phase] for step in facts.sides)
+    same_type = [name for name in names if mine[name].dtype == theirs[name].dtype]
+    return len(same_type) == len(names) and sum(mine[name].numel for name in names) < -math.log2(chance)
 
 
 def narrower_in(facts: Facts, phase: str) -> list[str]:

@@ -235,7 +235,7 @@ def test_what_is_free_is_the_least_of_machine_and_control_group(tmp_path):
 
 
 def test_a_plain_loop_that_does_not_fit_is_refused_before_anything_is_built(text):
-    recipe = recipe_of(text, model__layers=400, model__width=16384, model__heads=128, model__kv_heads=8, model__ffn=65536)
+    recipe = recipe_of(text, model__layers=80, model__width=16384, model__heads=128, model__kv_heads=8, model__ffn=65536)
     with pytest.raises(ConfigError) as caught:
         check_plain_fits(recipe, CPU, remedy="compare chosen units")
     said = str(caught.value)

@@ -16,6 +16,10 @@ from shardbook.verifying.callables import RERUNS, first_difference
 from shardbook.verifying.judge import judge
 from shardbook.verifying.verdict import Verdict
 
+_IN_DOUBLE = (
+    "the baseline computes in fp64 but for what the model itself casts to fp32 (shardbook's decoder: norms, rotary tables, the loss)"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
@@ -48,12 +52,13 @@ def against_its_plain_loop(recipe: Recipe, asked: Asked, place: Path) -> Verdict
     job = Job(recipe=recipe, place=place, steps=steps)
     reports = job.start(run=True, variants=(asked.variant,))
     run, plain = Record.open(place / RUN), Record.open(place / asked.variant)
-    verdict = judge(run, plain, steps=steps)
+    notes = (_IN_DOUBLE,) if asked.precision else ()
+    verdict = judge(run, plain, steps=steps, notes=notes)
     if verdict.kind != "identical":
         others = other_variants(asked)
         job.start(variants=others, reports=reports)
         reruns = {variant: Record.open(place / variant) for variant in others}
-        verdict = judge(run, plain, steps=steps, reruns=list(reruns.values()), notes=_not_repeatable(reruns, plain))
+        verdict = judge(run, plain, steps=steps, reruns=list(reruns.values()), notes=(*notes, *_not_repeatable(reruns, plain)))
     return replace(verdict, candidate=run_of(recipe), baseline=plain_of(recipe, asked))
 
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from shardbook.recording.micro_batches import TensorFacts
+from shardbook.recording.read import Step
 from shardbook.verifying.bounds import Bounds
 from shardbook.verifying.case import Facts
 from shardbook.verifying.closeness import Closeness, together
@@ -79,21 +81,24 @@ def _data(facts: Facts) -> list[PhaseResult]:
 
 def data_of(facts: Facts, side: int) -> tuple[int, ...]:
     """What a run was given and what its model saw, whatever rank and micro-batch it came in; empty where one of both is not known."""
-    both = facts.pair.candidate, facts.pair.baseline
-    step = both[side]
     found: tuple[int, ...] = ()
-    if all(any(one.batches) for one in both):
-        found += (step.data,)
-    types = [{one.dtype for micros in step.micro_batches for micro in micros for one in micro.inputs} for step in both]
-    if all(any(one.micro_batches) for one in both) and types[0] == types[1]:  # else one casts before the model is called, the other inside
-        found += (sum(hash(tuple(one.hash for one in micro.inputs)) for micros in step.micro_batches for micro in micros) % 2**64,)
-    return found if len(found) < 2 or not _cut_differently(facts) else found[:1]
+    if all(any(one.batches) for one in facts.sides) and _of_one_kind([_given(step) for step in facts.sides]):
+        found += (facts.sides[side].data,)
+    inputs = [[micro.inputs for micros in step.micro_batches for micro in micros] for step in facts.sides]
+    if _of_one_kind(inputs):
+        places = min(len(one) for each in inputs for one in each)
+        found += tuple(sum(one[place].hash for one in inputs[side]) % 2**64 for place in range(places))
+    return found
 
 
-def _cut_differently(facts: Facts) -> bool:
-    """Micro-batches of other sizes, with the same rows in all."""
-    rows = [[micro.num_rows for micros in step.micro_batches for micro in micros] for step in facts.sides]
-    return len(rows[0]) != len(rows[1]) and sum(rows[0]) == sum(rows[1])
+def _given(step: Step) -> list[tuple[TensorFacts, ...]]:
+    return [micro for micros in step.given for micro in micros]
+
+
+def _of_one_kind(both: list[list[tuple[TensorFacts, ...]]]) -> bool:
+    """As many tensors in each micro-batch, of the same types: one loop may pass less than another, or cast before the model does."""
+    kinds = [{tuple(one.dtype for one in micro) for micro in each} for each in both]
+    return bool(kinds[0]) and kinds[0] == kinds[1]
 
 
 def _entered(facts: Facts) -> list[PhaseResult]:
@@ -175,9 +180,9 @@ def _gradient(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
 
 
 def _only_unit(facts: Facts) -> bool:
-    """The recorded gradients are multiples of one another by what both divide by: a sum beside a mean."""
+    """The recorded gradients are multiples of one another: a sum beside a mean, or one that was clipped already."""
     found = facts.gradients
-    return found is None or (abs(found.ratio - 1.0) < 1e-5 and found.rest < 1e-5)
+    return found is None or found.rest < 1e-5
 
 
 def _clip(facts: Facts, bounds: Bounds) -> list[PhaseResult]:

@@ -9,10 +9,11 @@ from shardbook.verifying.verdict import Phase, PhaseResult
 
 
 def result(number: int, phase: Phase, name: str | None, one: Closeness, bound: float, rank: int | None = None) -> PhaseResult:
-    """Of one tensor."""
-    deviation = 0.0 if one.same else one.distance
+    """Of one tensor. Of a norm alone the same number is all that can be had."""
+    same = one.same if one.same is not None else one.rest is None and one.apart == 0.0
+    deviation = 0.0 if same else one.distance
     return PhaseResult(
-        step=number, phase=phase, parameter=name, rank=rank, deviation=deviation, bound=bound, same_bits=bool(one.same), num_compared=1
+        step=number, phase=phase, parameter=name, rank=rank, deviation=deviation, bound=bound, same_bits=same, num_compared=1
     )
 
 

@@ -1,7 +1,9 @@
 """Micro-batches of a record: every forward as the outermost module saw it, in real loops, and nothing about the loop changed by it."""
 
 import contextlib
+import copy
 import gc
+import io
 import itertools
 import weakref
 
@@ -429,6 +431,38 @@ def test_recording_changes_no_bit_of_training_with_dropout(tmp_path):
                 optimizer.zero_grad()
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
+
+
+def test_copies_of_the_model_are_not_recorded(tmp_path):
+    def body(model, _):
+        copied, stored = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, stored)
+        stored.seek(0)
+        loaded = torch.load(stored, weights_only=False)
+        for other in (copied, loaded):
+            other(*batch(1)).backward()
+        model(*batch(0)).backward()
+
+    for step in recorded(tmp_path / "a", body, steps=2):
+        assert [[facts.valid for facts in one.inputs] for one in step.micro_batches[0]] == [[15, 13]]
+
+
+def test_arguments_that_can_not_be_looked_at(tmp_path):
+    class Unreadable(dict):
+        def __getitem__(self, key):
+            raise RuntimeError("not for you")
+
+    class Model(nn.Linear):
+        def forward(self, x, _):
+            return super().forward(x)
+
+    def body(model, _):
+        model(torch.ones(2, 2), Unreadable(a=1)).sum().backward()
+
+    (step,) = recorded(tmp_path / "a", body, model=Model(2, 2))
+    ((one,),) = step.micro_batches
+    assert one.inputs == ()
+    assert one.output.numel == 4
 
 
 def test_a_loop_that_never_steps_fills_no_memory(tmp_path, monkeypatch):

@@ -80,12 +80,14 @@ class Forwards:
 
 
 class Watch:
-    """Hooks on the outermost recorded module, until `close`.
+    """Hooks on the outermost recorded module, until `close`. Copies of the module, in memory or pickled, have hooks that do nothing.
 
     Args:
         run: what is recorded.
         is_complete: whether the step to come is, so that outputs are fingerprinted.
     """
+
+    _is_deaf = False
 
     def __init__(self, run: Recorded, is_complete: Callable[[], bool]) -> None:
         module = run.module
@@ -113,14 +115,20 @@ class Watch:
             handle.remove()
         self._handles = []
 
+    def __deepcopy__(self, _: dict[int, Any]) -> "Watch":
+        return _deaf()
+
+    def __reduce__(self) -> tuple[Callable[[], "Watch"], tuple[()]]:
+        return _deaf, ()
+
     # ---- hooks: all return None, which leaves everything as it is -----------------------------------------------------------
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not _is_of_training() or len(self._forwards.each) >= MOST_FORWARDS:
+        if torch.compiler.is_compiling() or self._is_deaf or not _is_of_training() or len(self._forwards.each) >= MOST_FORWARDS:
             return
         if not self._forwards.each:
             self._forwards.generators = generators()
-        given = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
+        given = _given(args, kwargs)
         self._current = Forward(
             inputs=[facts for tensor in given if (facts := _facts_of(tensor)) is not None],
             num_rows=num_rows_of([tensor for tensor in given if not tensor.is_nested]),
@@ -132,14 +140,17 @@ class Watch:
 
     def _inside(self, _: nn.Module, __: Any) -> None:
         """Trainers switch autocast on inside of the module's own ``forward``."""
-        if not torch.compiler.is_compiling() and self._current is not None and self._current.autocast is None:
-            self._current.autocast = self._autocast()
+        if torch.compiler.is_compiling() or self._is_deaf:
+            return
+        current = self._current  # the module may be called from several threads
+        if current is not None and current.autocast is None:
+            current.autocast = self._autocast()
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._current is None:
+        if torch.compiler.is_compiling() or self._is_deaf:
             return
         forward, self._current = self._current, None
-        if not _is_of_training():
+        if forward is None or not _is_of_training():
             return
         first = next((one for one in _tensors(output) if one.requires_grad and one.is_floating_point()), None)
         if first is None:
@@ -152,6 +163,20 @@ class Watch:
 
     def _autocast(self) -> str | None:
         return type_name(torch.get_autocast_dtype(self._device)) if torch.is_autocast_enabled(self._device) else None
+
+
+def _deaf() -> Watch:
+    watch = Watch.__new__(Watch)
+    watch._is_deaf = True
+    return watch
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments; none where a container of somebody's own can't be read."""
+    try:
+        return [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
+    except Exception:  # noqa: BLE001 - recording must not end a run
+        return []
 
 
 def _watch_output(forward: Forward, output: Tensor) -> None:

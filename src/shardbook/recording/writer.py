@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -79,7 +79,8 @@ class Writer:
         tables: list[Table] = []
         steps: list[dict[str, Any]] = []
         body = bytearray()
-        for entry in self._waiting:
+        scalars = _plain([entry.scalars for entry in self._waiting], _read([entry.scalars for entry in self._waiting]))
+        for entry, numbers in zip(self._waiting, scalars, strict=True):
             listed: list[tuple[str, int, str]] = []
             for rows in entry.rows:
                 if rows.table not in self._tables:
@@ -88,7 +89,7 @@ class Writer:
                 kind, data = _encoded(rows.prints)
                 listed.append((rows.phase, self._tables[rows.table], kind))
                 body += data
-            steps.append({"step": entry.number, "complete": entry.complete, **_plain(entry.scalars), "rows": listed})
+            steps.append({"step": entry.number, "complete": entry.complete, **numbers, "rows": listed})
         self._file.write(packed_steps({"tables": tables, "steps": steps}, bytes(body)))
         self._file.flush()
         self._waiting.clear()
@@ -118,14 +119,35 @@ def _rows(prints: Prints, dtype: Any) -> Any:
     return rows
 
 
-def _plain(value: Any) -> Any:
-    """Tensors as numbers, what JSON has no word for as text."""
+def _read(values: Any) -> dict[int, Any]:
+    """The numbers in tensors of one element, by ``id``: brought over together, since each read of its own would wait for its device."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in _tensors(values):
+        if tensor.numel() == 1:
+            found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    numbers: dict[int, Any] = {}
+    for own in found.values():
+        together = torch.stack([tensor.reshape(()) for tensor in own]).tolist()
+        numbers |= {id(tensor): number for tensor, number in zip(own, together, strict=True)}
+    return numbers
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(item)
+
+
+def _plain(value: Any, numbers: Mapping[int, Any]) -> Any:
+    """Tensors as the numbers that were read of them, what JSON has no word for as text."""
+    if isinstance(value, Tensor):
+        return numbers[id(value)] if id(value) in numbers else value.tolist()
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        return {key: _plain(item, numbers) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        return [_plain(item, numbers) for item in value]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, torch.dtype):
         return str(value)
     return (

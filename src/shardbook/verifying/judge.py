@@ -34,8 +34,8 @@ def judge(
     Raises:
         RecordError: records of different models, of different data from the first step on, or of different numbers of steps.
     """
-    number = num_steps(candidate, baseline, steps)
     case = Case((candidate, baseline), match(candidate, baseline))
+    number = num_steps(candidate, baseline, steps)
     spread = distances(baseline, reruns, number)
     bounds = Bounds(num_comparisons=number * 6 * len(case.names.common), num_parameters=len(case.names.common), reruns=spread)
     phases, losses = _walk(case, bounds, number)

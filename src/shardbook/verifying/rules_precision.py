@@ -86,7 +86,7 @@ def accumulation(case: Case) -> Iterator[Finding]:
         return
     found = here.gradients
     many = max(max(case.num_micro_batches), max(case.num_ranks)) > 1
-    off = [one.distance for one in here.gradient.values() if not one.same and one.other]
+    off = [one.rest or 0.0 for one in here.gradient.values() if not one.same and one.other]
     if found is None or not many or not off or case.same_outputs is False or abs(found.ratio - 1.0) > 0.02:
         return
     rounded = sum(2.0**-14 < one < 2.0**-4 for one in off)

@@ -145,9 +145,8 @@ class Verdict:
 
 def _fields(found: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(found)
-    for name in ("ranking", "losses"):
-        fields[name] = tuple(tuple(_number(item) if not isinstance(item, str) or place else item for place, item in enumerate(row))
-                             for row in fields[name])  # fmt: skip
+    fields["ranking"] = tuple((rule, float(sure), evidence) for rule, sure, evidence in fields["ranking"])
+    fields["losses"] = tuple((step, _number(mine), _number(theirs)) for step, mine, theirs in fields["losses"])
     fields["notes"] = tuple(fields["notes"])
     fields["phases"] = tuple(PhaseResult(**_numbers(one)) for one in fields["phases"])
     return _numbers(fields)

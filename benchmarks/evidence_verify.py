@@ -25,8 +25,10 @@ from benchmarks import recording_cost, verify_mutations, verify_peers
 from benchmarks.evidence_engine import Section, prose, table, write
 from benchmarks.verify_cases import draw
 from benchmarks.verify_loops import Outcome, run
+from shardbook.recording.prints import NUM_PROJECTIONS
 from shardbook.verifying.callables import RERUNS, Reruns, baseline_reruns
 from shardbook.verifying.judge import judge
+from shardbook.verifying.statistics import f_quantile
 from shardbook.verifying.verdict import Verdict
 from tests import mutations, ranks
 
@@ -34,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "evidence" / "verify.md"
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
 CASES = 200
+SHARES = (0.5, 0.9, 0.99, 0.999)
 NAMED = 0.9
 COST = 1.15
 MEGABYTE = 10**6
@@ -59,6 +62,7 @@ def right(num_cases: int) -> Section:
     kinds = sorted({(one.case.engine, one.case.dtype) for one in outcomes})
     rows = [_row(engine, dtype, outcomes) for engine, dtype in kinds]
     section.text += table(["engine", "type", "configurations", "identical", "within rounding", "different", "nearest"], rows)
+    section.text += _calibration(outcomes)
     alarms = [one for one in outcomes if one.verdict.kind == "different"]
     section.text += [f"* {one.case}: {_told(one.verdict)}" for one in alarms] + [""] * bool(alarms)
     section.promise(f"false alarms: {len(alarms)} in {num_cases} right configurations; none is allowed", holds=not alarms)
@@ -74,6 +78,24 @@ def _row(engine: str, dtype: str, outcomes: Sequence[Outcome]) -> list[str]:
     shares = [phase.deviation / phase.bound for one in of_kind for phase in one.phases if phase.bound and phase.deviation]
     numbers = [str(counts[kind]) for kind in ("identical", "within_rounding", "different")]
     return [engine, dtype, str(len(of_kind)), *numbers, f"{max(shares, default=0.0):.2f}"]
+
+
+def _calibration(outcomes: Sequence[Outcome]) -> list[str]:
+    """How far candidates are, beside how far reruns are."""
+    text = prose(
+        "How far gradients of the first step are from the plain loop's, as a mean square over eight projections, divided by the same of",
+        "the five reruns: bounds take it for an F variable. Quantiles of all gradients under DDP and FSDP2 that haven't the plain loop's",
+        "bits:",
+    )
+    rows: list[list[str]] = []
+    for dtype in ("fp32", "bf16"):
+        found = sorted(ratio for one in outcomes if one.case.dtype == dtype and one.case.engine != "shardbook" for ratio in one.ratios)
+        if found:
+            quantiles = [found[min(len(found) - 1, int(share * len(found)))] for share in SHARES]
+            rows.append([dtype, str(len(found)), *(f"{one:.2f}" for one in quantiles)])
+    degrees = NUM_PROJECTIONS, NUM_PROJECTIONS * len(RERUNS)
+    rows.append([f"F({degrees[0]}, {degrees[1]})", "", *(f"{f_quantile(*degrees, 1 - share):.2f}" for share in SHARES)])
+    return text + table(["type", "gradients", *(f"{share:.1%}" for share in SHARES)], rows)
 
 
 def _told(verdict: Verdict) -> str:

@@ -11,7 +11,6 @@ import contextlib
 import math
 import random
 import struct
-import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import shardbook as sb
 from benchmarks.verify_cases import IGNORED, STEPS, Batch, Case, batch, build, forward, optimizer_of, scheduler_of
 from shardbook.verifying.callables import RERUNS, baseline_reruns
 from shardbook.verifying.judge import judge
+from shardbook.verifying.spread import distances
 from shardbook.verifying.verdict import Verdict
 from tests import ranks
 
@@ -212,12 +212,12 @@ def _syncing(case: Case, model: Any, *, last: bool) -> Generator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the verdict of a case was, and how long its runs and the judging took."""
+    """What the verdict of a case was. ``ratios``: of each gradient of the first step that isn't the plain loop's, how far it is from it,
+    squared, over the mean square of how far the plain loop's reruns are."""
 
     case: Case
     verdict: Verdict
-    seconds: float
-    judging: float
+    ratios: tuple[float, ...]
 
 
 def baseline(case: Case, folder: str) -> tuple[str, ...]:
@@ -227,11 +227,13 @@ def baseline(case: Case, folder: str) -> tuple[str, ...]:
 
 def run(case: Case, folder: Path) -> Outcome:
     """Record and judge. ``folder`` exists."""
-    began = time.perf_counter()
-    candidate = folder / "candidate"
-    ranks.call(case.num_ranks, shardbook if case.engine == "shardbook" else of_torch, case, str(candidate))
+    path = folder / "candidate"
+    ranks.call(case.num_ranks, shardbook if case.engine == "shardbook" else of_torch, case, str(path))
     (notes,) = ranks.call(1, baseline, case, str(folder))
-    recorded = time.perf_counter()
+    candidate, plain_loop = sb.Record.open(path), sb.Record.open(folder / "plain")
     reruns = [sb.Record.open(folder / name) for name, _ in RERUNS]
-    verdict = judge(sb.Record.open(candidate), sb.Record.open(folder / "plain"), steps=STEPS, reruns=reruns, notes=notes)
-    return Outcome(case=case, verdict=verdict, seconds=recorded - began, judging=time.perf_counter() - recorded)
+    verdict = judge(candidate, plain_loop, steps=STEPS, reruns=reruns, notes=notes)
+    mine, theirs = (distances(plain_loop, of, 1).get((1, "gradient"), {}) for of in ([candidate], reruns))
+    means = {name: sum(one * one for one in each) / len(each) for name, each in theirs.items()}
+    ratios = tuple(each[0] ** 2 / means[name] for name, each in mine.items() if each[0] and means.get(name))
+    return Outcome(case=case, verdict=verdict, ratios=ratios)

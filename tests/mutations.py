@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import ranks
-from tests.mutations_loops import KINDS
+from tests.mutations_loops import KINDS, ONE_PROCESS
 from tests.mutations_models import Setting
 
 
@@ -59,7 +59,7 @@ def recorded(setting: Setting, engine: str, fault: type | None = None, size: Any
     path = Folder.path() / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.rec"
     if path.exists():
         return path
-    num_ranks = 1 if engine == "plain" else setting.num_ranks
+    num_ranks = 1 if engine in ONE_PROCESS else setting.num_ranks
     try:
         ranks.call(num_ranks, train, setting, engine, fault, size, str(path), seconds=120)
     except BaseException:

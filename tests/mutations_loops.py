@@ -9,7 +9,7 @@ records itself. What a loop tells the recorder, it tells as its author believes 
     shardbook     each goes over its own, under an engine
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -301,4 +301,4 @@ class ShardbookLoop(Loop):
 
 
 KINDS: dict[str, type[Loop]] = {"plain": Loop, "ranks": Loop, "ddp": DdpLoop, "shardbook": ShardbookLoop}
-Make = Callable[..., Loop]
+ONE_PROCESS = {"plain"}

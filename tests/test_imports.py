@@ -22,9 +22,10 @@ LEVELS = {
     ),
     **dict.fromkeys(("facts", "tables", "replay"), 1),
     **dict.fromkeys(("forecasting", "engine", "ledger", "models"), 2),
-    **dict.fromkeys(("recording", "simulation", "verifying", "checkpoint", "planner"), 3),
-    **dict.fromkeys(("train", "report"), 4),
-    **dict.fromkeys(("cli", "explore"), 5),
+    **dict.fromkeys(("recording", "simulation", "checkpoint", "planner"), 3),
+    **dict.fromkeys(("verifying",), 4),
+    **dict.fromkeys(("train", "report"), 5),
+    **dict.fromkeys(("cli", "explore"), 6),
 }
 # (importer, imported): shut whatever the levels say.
 BANNED = {("engine", "ledger"), ("engine", "forecasting"), ("engine", "planner"), ("ledger", "engine")}

@@ -62,8 +62,9 @@ def test_units_computed_again_have_the_runs_bits(text, stage, precision, accumul
     assert max(one.num_compared for one in found[0].phases) == 9
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("fault", ["only one rank's gradient counts", pytest.param("the scale is applied twice", marks=pytest.mark.full)])
+@pytest.mark.parametrize("fault", ["only one rank's gradient counts", "the scale is applied twice"])
 def test_a_fault_in_the_run_is_seen_in_a_unit(text, tmp_path, fault):
     recipe = recipe_of(text, zero__stage=2, optimizer__warmup=0)
     job = (run_with_units.__module__, run_with_units.__qualname__, (recipe.request(), str(tmp_path), ["blocks.1"]), {})

@@ -123,7 +123,7 @@ def _read(values: Any) -> dict[int, Any]:
     """The numbers in tensors of one element, by ``id``: brought over together, since each read of its own would wait for its device."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in _tensors(values):
-        if tensor.numel() == 1:
+        if tensor.numel() == 1 and type(tensor) is Tensor:
             found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     numbers: dict[int, Any] = {}
     for own in found.values():
@@ -143,7 +143,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _plain(value: Any, numbers: Mapping[int, Any]) -> Any:
     """Tensors as the numbers that were read of them, what JSON has no word for as text."""
     if isinstance(value, Tensor):
-        return numbers[id(value)] if id(value) in numbers else value.tolist()
+        return numbers[id(value)] if id(value) in numbers else value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, dict):
         return {key: _plain(item, numbers) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, (list, tuple)):

@@ -264,4 +264,5 @@ def _svg(chart: alt.LayerChart | alt.FacetChart, width: int, height: int) -> str
 def _themed(svg: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r'\1 aria-hidden="true" focusable="false"', svg, count=1)
     svg = re.sub(r'\s(role|aria-roledescription|pointer-events|class)="[^"]*"', "", svg)
-    return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", svg)  # a hundredth of a pixel is enough
+    # A hundredth of a pixel is enough; what stands between tags is text.
+    return re.sub(r"<[^>]*>", lambda tag: re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag[0]), svg)

@@ -4,7 +4,7 @@ The question is asked phase by phase: a fault shows where a phase's outputs are 
 
 * **Gradients.** Where the baseline was run again in other orders and precisions: the root mean square of how far those runs are from
   it, times the root of the F quantile for two estimates of a variance from eight projections each. Without such runs: λ (u √P + v √n),
-  the probabilistic bound of Higham and Mary (2019) for P roundings in the type products are made in, u, and sums of n terms in single
+  the probabilistic bound of Higham and Mary (2019), times what eight projections may add to a distance, for P roundings in the type products are made in, u, and sums of n terms in single
   precision, v. A parameter whose gradient nearly cancels is held to what its share of elements would have of the whole.
 * **Weights that differ before.** A gradient changes by as much as the baseline's changed from one step to the next per change of its
   weights (a secant of the run itself), times the distance of the weights.
@@ -22,7 +22,7 @@ from shardbook.recording.prints import NUM_PROJECTIONS
 from shardbook.verifying.case import Facts, norm_of, updates
 from shardbook.verifying.closeness import Closeness, together
 from shardbook.verifying.pairing import Pair
-from shardbook.verifying.statistics import CHANCE, f_quantile, normal_deviations, poisson_quantile, unit_roundoff
+from shardbook.verifying.statistics import CHANCE, estimate_factor, f_quantile, normal_deviations, poisson_quantile, unit_roundoff
 
 _SINGLE = unit_roundoff("float32")
 _UPDATE_ROUNDINGS = 16  # operations of Adam's update on one element, each rounded once
@@ -44,6 +44,9 @@ class Bounds:
     )
     roundoff: float = _SINGLE
     _linear: bool | None = None
+    _last_apart: float = 0.0
+    _unseen: int = 0
+    _moved: float = 0.0
     _facts: Facts | None = None
     _noise: float = 0.0
     _carried: float = 0.0
@@ -56,13 +59,20 @@ class Bounds:
     def chance(self) -> float:
         return CHANCE / max(1, self.num_comparisons)
 
+    @property
+    def lengthened(self) -> float:
+        """What a distance may come out as, from eight projections, for one that is 1."""
+        return estimate_factor(NUM_PROJECTIONS, self.chance)
+
     def enter(self, facts: Facts) -> None:
         """From here on bounds are this step's."""
         self._facts = facts
         terms, self.roundoff = _num_terms(facts), facts.roundoff
         wide = min(_SINGLE, self.roundoff)
-        self._noise = normal_deviations(self.chance) * (self.roundoff * math.sqrt(self.num_parameters) + wide * math.sqrt(terms))
-        apart = math.sqrt(sum((one.distance * one.other) ** 2 for one in facts.before.values() if math.isfinite(one.distance)))
+        self._noise = (
+            self.lengthened * normal_deviations(self.chance) * (self.roundoff * math.sqrt(self.num_parameters) + wide * math.sqrt(terms))
+        )
+        apart = self._weights_apart(facts)
         norm = norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]
         self._carried = self._secant(facts) * apart / norm if norm else 0.0
         total = sum(one.numel for one in facts.gradient.values()) or 1
@@ -86,6 +96,20 @@ class Bounds:
         """Relative, of the objective or of a micro-batch's output."""
         apart = self._carried * (norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]) / abs(value) if value else 0.0
         return self._noise + apart
+
+    def _weights_apart(self, facts: Facts) -> float:
+        """Norm of the difference of all weights before the step.
+
+        A brief step doesn't show it: since the last that did, each update may have taken the two apart by twice its norm.
+        """
+        seen = math.sqrt(sum(one.apart**2 for one in facts.before.values() if math.isfinite(one.apart)))
+        if all(one.same or one.rest is not None for one in facts.before.values()):
+            self._last_apart, self._unseen = seen, 0
+            moved = [one.other for one in facts.update.values()]
+            self._moved = math.sqrt(sum(one * one for one in moved)) or self._moved
+            return seen
+        self._unseen += 1
+        return max(seen, self._last_apart + 2.0 * self._unseen * self._moved)
 
     def whole(self, one: Closeness) -> float:
         """What a parameter's deviation is taken relative to: its norm, or its share of the whole gradient's where that is larger.
@@ -120,9 +144,9 @@ class Bounds:
 
     def state(self, name: str, one: Closeness, stepped: float) -> float:
         """Relative; moments are sums of gradients and of their squares."""
-        largest = max(self._stepped.get(name, 0.0), 0.0)
-        room = max(1.0, stepped / one.other) if one.other else math.inf
-        return 4.0 * largest * room + _UPDATE_ROUNDINGS * _SINGLE
+        apart = self._stepped.get(name, 0.0)
+        room = max(1.0, stepped / one.other) if one.other else 1.0
+        return 4.0 * apart * room + _UPDATE_ROUNDINGS * _SINGLE
 
     def turned(self, facts: Facts, name: str, one: Closeness) -> float:
         """Of an update in which elements turn over as often as gradients that are spread evenly around zero let them."""

@@ -86,6 +86,11 @@ class Facts:
     def stepped(self) -> dict[str, Closeness]:
         return self.phase("stepped")
 
+    @property
+    def stepped_alike(self) -> bool:
+        """Whether both optimizers were given the same bits."""
+        return self.pair.complete and bool(self.stepped) and all(one.same for one in self.stepped.values())
+
     @cached_property
     def gradient(self) -> dict[str, Closeness]:
         mine, theirs = self.pair.candidate.phases.get("gradient", {}), self.pair.baseline.phases.get("gradient", {})

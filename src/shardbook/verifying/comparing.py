@@ -19,9 +19,9 @@ from shardbook.verifying.verdict import Phase, PhaseResult
 from shardbook.verifying.widths import is_chance, is_rounded, narrower_in
 
 
-def compare_start(facts: Facts) -> list[PhaseResult]:
+def compare_start(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     """The state before the first step."""
-    limits = {name: _frozen_roundoff(facts, name) for name in facts.weight}
+    limits = {name: _frozen_roundoff(facts, name, bounds) for name in facts.weight}
     found = [worst(0, "state", facts.weight, limits), *_buffers(facts)]
     found += [
         PhaseResult(step=0, phase="state", parameter=name, deviation=1.0, same_bits=False, num_compared=1)
@@ -30,15 +30,18 @@ def compare_start(facts: Facts) -> list[PhaseResult]:
     return [one for one in found if one.num_compared]
 
 
-def _frozen_roundoff(facts: Facts, name: str) -> float:
+def _frozen_roundoff(facts: Facts, name: str, bounds: Bounds) -> float:
     """A parameter that isn't trained has no master: one run may keep it as forward uses it, the other in full precision."""
     types = [step.phases["weight"][name].dtype for step in facts.sides]
     trained = any(record.parameters[name].trainable for record in facts.records)
-    return 0.0 if trained or types[0] == types[1] else max(map(unit_roundoff, types))
+    return 0.0 if trained or types[0] == types[1] else bounds.lengthened * max(map(unit_roundoff, types))
 
 
 def compare_step(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     """Everything of one step."""
+    applied = [step.applied for step in facts.sides]
+    if applied == [False, False]:  # an overflow under a loss scale: there is no gradient to compare, and nothing was done
+        return [one for one in (*_data(facts), *_entered(facts)) if one.num_compared]
     bounds.enter(facts)
     found = [*_data(facts), *_entered(facts), *_replicas(facts, "before", "model"), *_copies(facts)]
     found += [*_forward(facts, bounds), *_outputs(facts, bounds)]
@@ -51,6 +54,8 @@ def compare_step(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     bounds.has_stepped(facts)
     found += [*compare_settings(facts), *_narrower(facts, "weight", "update", bounds), *_update(facts, bounds), *_replicas(facts, "weight")]
     found += [*_states(facts, bounds), *_buffers(facts)]
+    if False in applied:
+        found.append(PhaseResult(step=facts.number, phase="update", deviation=1.0, same_bits=False, num_compared=1))
     bounds.leave(facts)
     return _without_told([one for one in found if one.num_compared])
 
@@ -171,18 +176,12 @@ def _outputs(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
 
 
 def _gradient(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
-    if facts.stepped and all(one.same for one in facts.stepped.values()) and facts.pair.complete and _only_unit(facts):
+    if facts.stepped_alike:  # what was recorded before is a sum beside a mean, say, or the model's own beside its masters'
         return [PhaseResult(step=facts.number, phase="backward", same_bits=True, num_compared=len(facts.gradient))]
     limits = {name: bounds.gradient(name) for name in facts.gradient}
     wholes = {name: bounds.whole(one) for name, one in facts.gradient.items()}
     found = [worst(facts.number, "backward", facts.gradient, limits, wholes), *_missing(facts, "gradient", "backward")]
     return found + _systematic(facts.number, "backward", facts.gradient, limits, bounds)
-
-
-def _only_unit(facts: Facts) -> bool:
-    """The recorded gradients are multiples of one another: a sum beside a mean, or one that was clipped already."""
-    found = facts.gradients
-    return found is None or found.rest < 1e-5
 
 
 def _clip(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
@@ -227,7 +226,12 @@ def _narrower(facts: Facts, name: str, phase: Phase, bounds: Bounds) -> list[Pha
     """What the candidate holds in a narrower type than the baseline. One micro-batch's gradient may come so: nothing was added in it."""
     trained = facts.settings(1)
     narrower = [one for one in narrower_in(facts, name) if is_rounded(facts, name, one) and one in trained]
-    if not narrower or is_chance(facts, name, narrower, bounds.chance) or (name == "gradient" and not facts.adds_up):
+    if (
+        not narrower
+        or (name == "gradient" and facts.stepped_alike)
+        or is_chance(facts, name, narrower, bounds.chance)
+        or (name == "gradient" and not facts.adds_up)
+    ):
         return []
     return [PhaseResult(step=facts.number, phase=phase, parameter=narrower[0], deviation=1.0, same_bits=False, num_compared=len(narrower))]
 

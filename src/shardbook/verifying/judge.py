@@ -59,7 +59,7 @@ def _walk(case: Case, bounds: Bounds, number: int) -> tuple[list[PhaseResult], l
             case.units = choose_units(case.records, pair, case.names)
             _check_data(case, pair)
         facts = Facts(pair, case.names, case.units, case.records, previous)
-        found = compare_start(facts) if pair.number == 0 else compare_step(facts, bounds)
+        found = compare_start(facts, bounds) if pair.number == 0 else compare_step(facts, bounds)
         phases += found
         case.steps[pair.number] = facts
         case.note_rates(facts)
@@ -124,8 +124,9 @@ def _placed(told: Verdict, case: Case, first: PhaseResult | None) -> Verdict:
     ranking = tuple((one.rule, one.confidence, one.evidence) for one in diagnose(case))
     rule = ranking[0][0]
     phase = "reduce" if rule in _OF_RANKS and first.phase == "backward" else first.phase
+    phases = tuple(replace(one, phase=phase) if one is first else one for one in told.phases)
     return replace(
-        told, rule=rule, ranking=ranking, step=first.step, phase=phase, parameter=first.parameter, rank=first.rank,
+        told, rule=rule, ranking=ranking, phases=phases, step=first.step, phase=phase, parameter=first.parameter, rank=first.rank,
         deviation=first.deviation, bound=first.bound,
     )  # fmt: skip
 

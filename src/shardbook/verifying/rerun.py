@@ -11,7 +11,7 @@ type. A compiled model runs uncompiled below a mode. What differs from the plain
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -147,30 +147,31 @@ def precision() -> Rerun:
 def rounding(seed: int = 0) -> Rerun:
     """As :func:`precision`, each result rounded up or down with the probability of how near it is: exact results stay, means do.
 
-    This is random rounding as CESTAC has it, drawn from ``seed`` and never from torch's own generators. What it does to a result is
-    what another order of correctly rounded operations can do, additions of gradients and the optimizer's formula included.
+    This is random rounding as CESTAC has it. What it does to a result is what another order of correctly rounded operations can do,
+    additions of gradients and the optimizer's formula included. Which way a value goes follows from ``seed`` and from the value as it was
+    before rounding: equal values go alike, so that replicas stay equal, recomputation meets the bits of forward, and an element-wise
+    optimizer stays one. Torch's generators are left alone.
     """
-    return Wider(_Randomly(seed))
+    return Wider(partial(_randomly, seed))
 
 
-class _Randomly:
-    """Adds random bits below the last one that is kept, then cuts them off."""
+def _randomly(seed: int, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Adds bits below the last one that is kept, made of all the value's bits, then cuts them off."""
+    dropped = _MANTISSA[value.dtype] - _MANTISSA[dtype]
+    if dropped <= 0:
+        return value.to(dtype)
+    lanes = value.view(torch.int64 if value.dtype is torch.float64 else torch.int32)
+    noise = _mixed(lanes.long(), seed).bitwise_and_((1 << dropped) - 1).to(lanes.dtype)
+    cut = noise.add_(lanes).bitwise_and_(-(1 << dropped)).view(value.dtype)
+    return torch.where(value.isfinite(), cut, value).to(dtype)
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __call__(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        dropped = _MANTISSA[value.dtype] - _MANTISSA[dtype]
-        if dropped <= 0:
-            return value.to(dtype)
-        generator = self._generators.get(value.device)
-        if generator is None:
-            generator = self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
-        lanes = value.view(torch.int64 if value.dtype is torch.float64 else torch.int32)
-        noise = torch.randint(1 << dropped, lanes.shape, generator=generator, dtype=lanes.dtype, device=lanes.device)
-        cut = lanes.add(noise).bitwise_and_(-(1 << dropped)).view(value.dtype)
-        return torch.where(value.isfinite(), cut, value).to(dtype)
+def _mixed(bits: Tensor, seed: int) -> Tensor:
+    """Two rounds of multiplication and folding: 31 bits, each of which depends on all that came in."""
+    mixed = bits.add(seed * 0x632BE59BD9B4E019 % 2**63).mul_(-0x61C8864680B583EB)
+    mixed ^= mixed >> 32
+    mixed.mul_(-0x2E4F6F0C5A3B9D17)
+    return mixed ^ (mixed >> 29)
 
 
 # ---- operators and their arguments -----------------------------------------------------------------------------------------

@@ -7,10 +7,13 @@ from dataclasses import replace
 from shardbook.verifying.closeness import Closeness
 from shardbook.verifying.verdict import Phase, PhaseResult
 
+_SAME_NORM = 2.0**-18
+"""Relative. A norm is added up in single precision, of pieces in another order than of the whole."""
+
 
 def result(number: int, phase: Phase, name: str | None, one: Closeness, bound: float, rank: int | None = None) -> PhaseResult:
-    """Of one tensor. Of a norm alone the same number is all that can be had."""
-    same = one.same if one.same is not None else one.rest is None and one.apart == 0.0
+    """Of one tensor. Of a norm alone the same number is all that can be had, as far as single precision adds it up."""
+    same = one.same if one.same is not None else one.rest is None and one.apart <= _SAME_NORM * one.other
     deviation = 0.0 if same else one.distance
     return PhaseResult(
         step=number, phase=phase, parameter=name, rank=rank, deviation=deviation, bound=bound, same_bits=same, num_compared=1

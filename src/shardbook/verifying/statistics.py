@@ -8,17 +8,26 @@ from functools import cache
 
 CHANCE = 1e-6
 
-_UNIT_ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8 / 2}
+_UNIT_ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def unit_roundoff(dtype: str | None) -> float:
     """Largest relative error of one rounding to a type, by torch's name or the short one; 0 where it isn't a floating type.
 
-    >>> unit_roundoff("bf16") == 2**-9, unit_roundoff("float32") == 2**-24
+    >>> unit_roundoff("bf16") == 2**-8, unit_roundoff("float32") == 2**-24
     (True, True)
     """
     return max((_UNIT_ROUNDOFFS.get(_SHORT.get(one, one), 0.0) for one in (dtype or "").split("+")), default=0.0)
+
+
+def estimate_factor(num: int, chance: float) -> float:
+    """How far above a distance its estimate from ``num`` projections may be.
+
+    >>> round(estimate_factor(8, 1e-6), 2)
+    2.31
+    """
+    return math.sqrt(f_quantile(num, 10**6, chance))
 
 
 def normal_deviations(chance: float) -> float:
@@ -50,7 +59,7 @@ def poisson_quantile(mean: float, chance: float) -> int:
     """Smallest count that a Poisson variable exceeds with a probability below ``chance``; normal tail where the mean is large.
 
     >>> poisson_quantile(1e-3, 1e-6), poisson_quantile(4.0, 1e-6)
-    (1, 18)
+    (1, 17)
     """
     if mean > 200:
         return math.ceil(mean + normal_deviations(chance) * math.sqrt(mean) + 3)

@@ -57,7 +57,7 @@ class PhaseResult:
     @property
     def exceeds(self) -> bool:
         """Whether rounding doesn't explain it. NaN, where one of the two is not finite, is never explained."""
-        return not self.deviation <= self.bound
+        return not self.same_bits and self.deviation != 0.0 and not self.deviation <= self.bound
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,10 +90,11 @@ def records(mutation: Mutation) -> tuple[Path, Path]:
 
 def every() -> list[Mutation]:
     """All mutations of the suite."""
+    from tests.mutations_others import MUTATIONS as others
     from tests.mutations_plain import MUTATIONS as plain
     from tests.mutations_shardbook import MUTATIONS as shardbook
 
-    return [*plain, *shardbook]
+    return [*plain, *shardbook, *others]
 
 
 def controls(mutations: Iterable[Mutation]) -> list[Mutation]:

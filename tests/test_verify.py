@@ -251,7 +251,9 @@ def test_a_verdict_survives_json():
     assert again.to_json() == verdict.to_json()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "shardbook verdict", "version": 2}', '{"format": "shardbook verdict", "version": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "shardbook verdict", "version": 2}', '{"format": "shardbook verdict", "version": 1}']
+)
 def test_what_is_no_verdict_is_refused(text):
     with pytest.raises(ConfigError, match=r"^verdict: "):
         Verdict.from_json(text)
@@ -270,7 +272,9 @@ def test_one_factor_is_found_with_its_error():
     exact = together(Closeness.of_projections([4 * value for value in one], one, 8) for one in ones)
     assert exact is not None
     assert (exact.ratio, exact.rest, exact.error) == (4.0, 0.0, 0.0)
-    apart = together([Closeness.of_projections([4 * value for value in ones[0]], ones[0], 8), Closeness.of_projections(ones[1], ones[1], 8)])
+    apart = together(
+        [Closeness.of_projections([4 * value for value in ones[0]], ones[0], 8), Closeness.of_projections(ones[1], ones[1], 8)]
+    )
     assert apart is not None
     assert apart.ratio == pytest.approx(2.5)
     assert apart.rest > 0.4

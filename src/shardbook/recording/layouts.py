@@ -70,6 +70,10 @@ def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
             engine=engine, module=module, called=called, stepper=optimizer.optimizer, layout=layout, parameters=parameters,
             steps_in_parts=True,
         )  # fmt: skip
+    if not hasattr(optimizer, "register_step_pre_hook"):  # DeepSpeed's own around 16-bit parameters, without ZeRO: masters are inside
+        optimizer = getattr(optimizer, "optimizer", None)
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        raise ConfigError("record: optimizer has no register_step_pre_hook; pass one of torch.optim's kind, or what an engine gave back")
     layout = TorchLayout(module, optimizer)
     return Recorded(engine=engine, module=module, called=called, stepper=optimizer, layout=layout, parameters=parameters)
 

@@ -36,6 +36,7 @@ from torch import nn
 
 from shardbook.errors import ConfigError, UsageError
 from shardbook.recording.batches import batch_of
+from shardbook.recording.begun import note_begun
 from shardbook.recording.format import VERSION
 from shardbook.recording.forwards import Watch
 from shardbook.recording.fragments import Fragment, flat
@@ -110,6 +111,7 @@ class Recorder:
         self._groups: Any = None
         about = {"rank": self._rank, "ranks": self._num_ranks, "engine": self._run.engine}
         self._writer = Writer(folder, self._rank, self._manifest(), about)
+        note_begun(folder)
         self._tensors = TensorFiles(folder, self._rank) if full else None
         start = StepEntry(0, True, {"groups": self._settings()})
         self._take_weights(start)

@@ -4,8 +4,9 @@ The question is asked phase by phase: a fault shows where a phase's outputs are 
 
 * **Gradients.** Where the baseline was run again in other orders and precisions: the root mean square of how far those runs are from
   it, times the root of the F quantile for two estimates of a variance from eight projections each. Without such runs: λ (u √P + v √n),
-  the probabilistic bound of Higham and Mary (2019), times what eight projections may add to a distance, for P roundings in the type products are made in, u, and sums of n terms in single
-  precision, v. A parameter whose gradient nearly cancels is held to what its share of elements would have of the whole.
+  the probabilistic bound of Higham and Mary (2019), for P roundings in the type that products are made in, u, and sums of n terms in
+  single precision, v; times what eight projections may add to a distance. A parameter whose gradient nearly cancels is held to what its
+  share of elements would have of the whole.
 * **Weights that differ before.** A gradient changes by as much as the baseline's changed from one step to the next per change of its
   weights (a secant of the run itself), times the distance of the weights.
 * **Updates.** From the same gradients and states: the rounding of the weights, and of the update's own arithmetic. Where gradients

@@ -17,8 +17,6 @@ from shardbook.verifying.verdict import PhaseResult
 Unit = Literal["engine", "found", "sum"]
 """What a recorded gradient is: the engine's own sum, as the loop wants it, or a sum over the weights that the loop divides later."""
 
-_FEW = 64  # weights up to here are met by chance: a number of ranks, or of micro-batches
-
 
 @dataclass(eq=False)
 class Facts:
@@ -181,9 +179,11 @@ def _options(record: Record, step: Step) -> list[Unit]:
     if record.sums_gradients:
         return ["engine"]
     weight, factor = total_weight(step) or 1.0, own_factor(step)
-    divides = factor is not None and weight != 1.0 and (
-        abs(factor * weight - 1.0) < 1e-5 or (weight > _FEW and factor * weight < 1.0 + 1e-5)
-    )  # fmt: skip
+    if factor is None or weight == 1.0:
+        return ["found"]
+    micros = num_micro_batches(step)
+    counts = {len(step.losses), micros, micros // len(step.losses)}  # of these a fault is a multiple, which clipping may hide
+    divides = abs(factor * weight - 1.0) < 1e-5 or (factor * weight < 1.0 + 1e-5 and micros and weight not in counts)
     return ["found", "sum"] if divides else ["found"]
 
 

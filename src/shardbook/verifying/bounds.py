@@ -119,6 +119,10 @@ class Bounds:
         """
         return max(one.other, self._share * math.sqrt(one.numel))
 
+    def factor(self, rest: float) -> float:
+        """Of the ratio of two factors on losses: each is rounded a few times, and known but for what it leaves."""
+        return 4.0 * self.roundoff + 8 * _SINGLE + 2.0 * self.lengthened * rest / math.sqrt(NUM_PROJECTIONS) + self._carried
+
     def gradient(self, name: str) -> float:
         """Relative to :meth:`whole`."""
         return self._rounding("gradient", name) + self._carried

@@ -165,7 +165,7 @@ def _outputs(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
             )  # fmt: skip
     ratios = [gradient.ratio for _, gradient in gradients]
     if len(ratios) > 1:
-        bound = bounds.loss(facts, 1.0)
+        bound = bounds.factor(max(gradient.rest or 0.0 for _, gradient in gradients))
         found.append(
             PhaseResult(step=facts.number, phase="backward", deviation=varies(ratios), bound=bound, same_bits=False, num_compared=1)
         )

@@ -9,7 +9,7 @@ from shardbook.verifying.findings import Finding
 _RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     rules_data.micro_batch_dropped, rules_data.ranks_share, rules_data.mean_of_means, rules_data.padding_counted, rules_data.labels_shifted,
     rules_cut.mean_of_means_cut, rules_scale.scale,
-    rules_clip.per_rank, rules_clip.before_unscale, rules_clip.unexpected,
+    rules_clip.per_rank, rules_clip.before_unscale, rules_clip.scaled, rules_clip.unexpected,
     rules_settings.per_micro_batch, rules_settings.offset, rules_settings.decay, rules_settings.betas, rules_settings.eps,
     rules_settings.explained_by_settings,
     rules_ranks.reduce_missing, rules_ranks.replica_stale,

@@ -97,6 +97,13 @@ def total_weight(step: Step) -> float | None:
     return sum(known) if known and len(known) == len(step.weights) else None
 
 
+def counts_tokens(step: Step) -> bool:
+    """Whether the weights are more than a number of means: left at 1, one for each rank or micro-batch."""
+    weight, ranks = total_weight(step), len(step.losses)
+    micros = sum(map(len, step.micro_batches)) or sum(map(len, step.batches))
+    return weight is not None and weight not in {1.0, float(ranks), float(micros), float(micros) / ranks}
+
+
 def objective(step: Step) -> float | None:
     """Σ loss / Σ weight over ranks."""
     weight = total_weight(step)

@@ -49,7 +49,7 @@ def per_rank(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
     elif active and many and found.is_near(1.0) and both[0] > 1 - _SAME and case.at("clip"):
         yield Finding(
-            "clip.per_rank", PLAUSIBLE,
+            "clip.per_rank", POSSIBLE,
             f"step {here.number}: not clipped, where the baseline's gradient is scaled by {both[1]:.4g}: its parts may be within the limit",
         )  # fmt: skip
 
@@ -76,10 +76,9 @@ def before_unscale(case: Case) -> Iterator[Finding]:
             f"step {here.number}: what is stepped on has a norm of {mine:.4g}, the limit of {theirs:.4g} divided by {over:.5g} ({what})",
         )  # fmt: skip
     elif both[0] < both[1] - _SAME and over > 1.5:
-        steady = _steady(case, 0)
         sure = PLAUSIBLE + 0.05 if both[1] < 1 - _SAME else POSSIBLE
         yield Finding(
-            "clip.before_unscale", sure if not steady else sure - 0.1,
+            "clip.before_unscale", sure if not _limits(case)[0] else sure - 0.1,
             f"step {here.number}: what is stepped on is {over:.4g} times smaller than the baseline's, in every parameter alike",
         )  # fmt: skip
 
@@ -91,25 +90,71 @@ def unexpected(case: Case) -> Iterator[Finding]:
         return
     mine = norm_of(here.pair.candidate.phases["stepped"])
     if both[0] < 1 - _SAME and abs(both[1] - 1.0) < _SAME:
-        round_limit = abs(mine - 1.0) < 1e-3 or _steady(case, 0)
+        limit, scaled = _limits(case)
+        sure = CERTAIN if limit and not scaled else PLAUSIBLE if scaled and not limit else LIKELY
         yield Finding(
-            "clip.unexpected", CERTAIN if round_limit else LIKELY,
+            "clip.unexpected", sure,
             f"step {here.number}: the gradient is scaled by {both[0]:.4g} to a norm of {mine:.4g}; the baseline doesn't clip",
         )  # fmt: skip
+        if scaled and not limit:
+            weight = _scale_of(here)
+            yield Finding(
+                "clip.before_unscale", CERTAIN - 0.02,
+                f"step {here.number}: what is stepped on has a norm of {mine:.4g}, a limit of {mine * weight:.4g} divided by {weight:.6g}: the "
+                f"gradient was clipped before it was divided",
+            )  # fmt: skip
     elif both[0] < 1 - _SAME:
         theirs = norm_of(here.pair.baseline.phases["stepped"])
         yield Finding("clip.unexpected", PLAUSIBLE, f"step {here.number}: clipped to a norm of {mine:.4g}, in the baseline to {theirs:.4g}")
     elif both[1] < 1 - _SAME:
         yield Finding(
-            "clip.unexpected", POSSIBLE, f"step {here.number}: not clipped, where the baseline's gradient is scaled by {both[1]:.4g}"
+            "clip.unexpected", PLAUSIBLE, f"step {here.number}: not clipped, where the baseline's gradient is scaled by {both[1]:.4g}"
         )
 
 
-def _steady(case: Case, side: int) -> bool:
-    """Whether what is stepped on has the same norm in several steps, as it has at a limit."""
-    steps = [facts.sides[side] for facts in case.steps.values() if facts.number >= case.here.number]
-    norms = [norm_of(step.phases["stepped"]) for step in steps if "stepped" in step.phases]
-    return len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms)
+def scaled(case: Case) -> Iterator[Finding]:
+    """The gradient carries a loss scale where it was recorded, and what is stepped on is the limit divided by that."""
+    here, found = case.here, case.here.gradients
+    if found is None or not found.is_multiple or not case.at("backward", "clip", "reduce") or found.ratio < 8:
+        return
+    power = abs(math.log2(found.ratio) - round(math.log2(found.ratio))) < 1e-3
+    mine = norm_of(here.pair.candidate.phases.get("stepped", {}))
+    norms = [norm_of(facts.pair.candidate.phases.get("stepped", {})) for facts in case.steps.values() if facts.number >= here.number]
+    if power and len(norms) > 1 and mine and max(norms) - min(norms) < _SAME * mine:
+        yield Finding(
+            "clip.before_unscale", CERTAIN,
+            f"step {here.number}: the gradient is {found.ratio:.6g} times the baseline's, as under a loss scale, and what is stepped on has a "
+            f"norm of {mine:.4g} in every step, a limit of {mine * found.ratio:.4g} divided by that",
+        )  # fmt: skip
+
+
+def _limits(case: Case) -> tuple[bool, bool]:
+    """Whether the norm of what is stepped on is a limit: the same in several steps, or a round number; and whether it is one times
+    what gradients are divided by.
+    """
+    steps = [facts for facts in case.steps.values() if facts.number >= case.here.number and "stepped" in facts.pair.candidate.phases]
+    norms = [norm_of(facts.pair.candidate.phases["stepped"]) for facts in steps]
+    scales = [_scale_of(facts) for facts in steps]
+    both = [norms, [norm * scale for norm, scale in zip(norms, scales, strict=True)]]
+    limit, scaled = (_is_steady(values) for values in both)
+    if limit and scaled:
+        limit, scaled = (_is_round(values[0]) for values in both)
+    return limit, scaled
+
+
+def _scale_of(facts: Facts) -> float:
+    """What the candidate divides its gradient by: the engine's divisor, or the weights it was told."""
+    return facts.divisors[0] if facts.divisors[0] != 1.0 else total_weight(facts.pair.candidate) or 1.0
+
+
+def _is_steady(values: list[float]) -> bool:
+    clipped = [value for value in values if value > 0]
+    return len(clipped) > 1 and max(clipped) - min(clipped) < _SAME * max(clipped)
+
+
+def _is_round(value: float) -> bool:
+    """Two digits say it."""
+    return value > 0 and abs(float(f"{value:.1e}") / value - 1.0) < 2e-4
 
 
 def _by_rank(step: Step) -> dict[int, float]:

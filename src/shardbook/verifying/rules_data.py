@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from shardbook.recording.read import Step
-from shardbook.verifying.case import Case, num_micro_batches, own_factor
+from shardbook.recording.read import MicroBatch, Step
+from shardbook.verifying.case import Case, num_micro_batches
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
 from shardbook.verifying.forwards import Counted, Matched, each_forward, varies
-from shardbook.verifying.pairing import objective, total_weight
+from shardbook.verifying.pairing import counts_tokens, objective, total_weight
 
 _EXACT = 2e-3
 
@@ -22,22 +22,21 @@ def micro_batch_dropped(case: Case) -> Iterator[Finding]:
             "data.micro_batch_dropped", CERTAIN,
             f"step {case.here.number}: {lacking} of the baseline's {total} micro-batches went into none of the candidate's",
         )  # fmt: skip
-    silent = [one for one in case.forwards if one.baseline.output_gradient is not None and one.candidate.output_gradient is None]
+    silent = [one for one in case.forwards if _is_heard(one.baseline) and not _is_heard(one.candidate)]
     if silent and len(silent) < len(case.forwards):
         yield Finding(
             "data.micro_batch_dropped", CERTAIN,
-            f"step {case.here.number}: {len(silent)} of {len(case.forwards)} micro-batches had a forward and no backward",
+            f"step {case.here.number}: nothing came back to the outputs of {len(silent)} of {len(case.forwards)} micro-batches",
         )  # fmt: skip
     began = [_began_empty(step) for step in case.here.sides]
-    whole = case.here.gradients
-    added_apart = whole is not None and whole.rest < 0.15 and _clips_less(case)
-    if began[0] and not began[1] and not added_apart and case.records[0].engine in ("plain", "ddp") and case.at("backward", "reduce"):
+    found = case.here.gradients
+    far = found is not None and found.rest > 0.15 and all(one.distance > case.here.near for one in case.here.gradient.values() if one.other)
+    if began[0] and not began[1] and far and case.records[0].engine in ("plain", "ddp") and case.at("backward", "reduce"):
         yield Finding(
-            "data.micro_batch_dropped", CERTAIN,
+            "data.micro_batch_dropped", LIKELY,
             f"step {case.here.number}: {began[0]} micro-batches after a rank's first began without a gradient: what those before had added "
             f"was cleared",
         )  # fmt: skip
-    found = case.here.gradients
     if (
         not silent
         and mine == theirs
@@ -97,8 +96,11 @@ def _mean_by_weights(case: Case) -> Iterator[Finding]:
     """Without what reached the outputs: the weights that were given, or that the engine divides by."""
     mine, theirs = (total_weight(step) for step in case.here.sides)
     count, found = max(case.num_micro_batches), case.here.gradients
-    if found is None or found.is_multiple or not case.at("forward", "backward") or not theirs:
+    if found is None or found.is_multiple or not case.at("forward", "backward") or not counts_tokens(case.here.pair.baseline):
         return
+    tokens = [one.counted.valid for one in case.forwards if one.counted is not None]
+    if len(tokens) > 1 and len(set(tokens)) == 1:
+        return  # of as many tokens each, the mean of means is the mean
     engine = [one for one in case.here.pair.candidate.divisors if one]
     divisor = sum(engine) if engine else mine
     means = divisor is not None and count > 1 and divisor != theirs and (divisor == count or divisor == max(case.num_ranks))
@@ -121,13 +123,19 @@ def padding_counted(case: Case) -> Iterator[Finding]:
             "weight.padding_counted", CERTAIN,
             f"step {here.number}: every gradient is {found.ratio:.5f} times the baseline's, as the {tokens} tokens are to all {places}",
         )  # fmt: skip
-    elif found is not None and found.is_multiple and mine and theirs and mine > theirs and found.is_near(theirs / mine, 1e-4):
+    elif found is not None and found.is_multiple and _more_counted(case) and mine and theirs and found.is_near(theirs / mine, 1e-4):
         yield Finding(
             "weight.padding_counted", CERTAIN,
             f"step {here.number}: every gradient is {found.ratio:.5f} times the baseline's: {mine:g} tokens count instead of {theirs:g}",
         )  # fmt: skip
     yield from _padding_in_each(case, ones)
     yield from _padding_in_sum(case, ones)
+
+
+def _more_counted(case: Case) -> bool:
+    """The candidate's weights count more tokens than the baseline's."""
+    mine, theirs = (total_weight(step) for step in case.here.sides)
+    return all(counts_tokens(step) for step in case.here.sides) and mine is not None and theirs is not None and mine > theirs
 
 
 def _padding_in_each(case: Case, ones: list[Matched]) -> Iterator[Finding]:
@@ -152,7 +160,7 @@ def _padding_in_sum(case: Case, ones: list[Matched]) -> Iterator[Finding]:
     mine, theirs = (total_weight(step) for step in case.here.sides)
     back, turned = case.sent_back, case.turned
     if ones and back is not None and turned is not None and case.same_outputs is not False and max(0.02, case.here.near) < turned < 0.75:
-        more = mine is not None and theirs is not None and mine > theirs
+        more = _more_counted(case)
         yield Finding(
             "weight.padding_counted", LIKELY + 0.05 if more else LIKELY if back.ratio > 0.2 else POSSIBLE,
             f"step {case.here.number}: places whose target is to be ignored reach the gradient: what reached the outputs has "
@@ -212,15 +220,13 @@ def labels_shifted(case: Case) -> Iterator[Finding]:
             )
 
 
+def _is_heard(micro: MicroBatch) -> bool:
+    return micro.output_gradient is not None and micro.output_gradient.squares > 0.0
+
+
 def _began_empty(step: Step) -> int:
     """Micro-batches after a rank's first at whose forward no parameter held a gradient."""
     return sum(not micro.holding for micros in step.micro_batches for micro in micros[1:])
-
-
-def _clips_less(case: Case) -> bool:
-    """The baseline clips and the candidate doesn't: a loop that takes each part's gradient away to clip it begins empty each time."""
-    mine, theirs = (own_factor(step) for step in case.here.sides)
-    return mine is not None and theirs is not None and theirs * case.here.divisors[1] < 1 - 1e-4 < mine * case.here.divisors[0]
 
 
 def varies_little(one: Matched) -> bool:

@@ -6,7 +6,7 @@ from shardbook.recording.prints import Fingerprint
 from shardbook.verifying.case import Case, Facts
 from shardbook.verifying.closeness import Closeness
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
-from shardbook.verifying.widths import narrower_in
+from shardbook.verifying.widths import is_rounded, narrower_in
 
 _ROUNDED = (2.0**-13, 2.0**-6)
 """Relative distance of values from themselves rounded to bf16 or fp16: between an eighth and eight times half a unit."""
@@ -77,7 +77,7 @@ def accumulation(case: Case) -> Iterator[Finding]:
     here = case.here
     if not case.at("backward", "reduce", "clip"):
         return
-    narrower = narrower_in(here, "gradient")
+    narrower = [name for name in narrower_in(here, "gradient") if is_rounded(here, "gradient", name)]
     if narrower:
         yield Finding(
             "precision.accumulation", CERTAIN,

@@ -29,7 +29,8 @@ def reduce_missing(case: Case) -> Iterator[Finding]:
         f"{len(here.gradient)} parameters are not (their norms are {share:.2f} of the baseline's): parts of other ranks are not in them"
     )
     if here.gradients is not None and here.gradients.rest < 0.1 and len(off) == len(here.gradient):
-        yield Finding("reduce.missing", POSSIBLE, text)
+        if here.gradients.rest > here.near:  # a multiple of the whole has all parts in it
+            yield Finding("reduce.missing", POSSIBLE, text)
     elif many or len(off) < len(here.gradient):
         partial = len(off) < len(here.gradient)
         yield Finding("reduce.missing", LIKELY if many and partial else PLAUSIBLE + 0.1 if many or partial else POSSIBLE, text)
@@ -49,6 +50,7 @@ def replica_stale(case: Case) -> Iterator[Finding]:
             )  # fmt: skip
             break
     yield from _stale_copies(case)
+    yield from _other_start(case)
     if here.number > 1 and here.entered_alike() and case.at("forward", "backward", "reduce"):
         known = [one for one in case.forwards if one.output is not None and one.same_inputs]
         wrong = [one for one in known if one.output is not None and not (one.output.same or one.output.distance < here.near)]
@@ -60,6 +62,21 @@ def replica_stale(case: Case) -> Iterator[Finding]:
                 f"step {here.number}: the optimizer's weights are the baseline's, and on rank{'s' if len(ranks) > 1 else ''} "
                 f"{', '.join(map(str, ranks))} the same inputs give another output: the model there has not got them",
             )  # fmt: skip
+
+
+def _other_start(case: Case) -> Iterator[Finding]:
+    """Before the first step: what some ranks own has the baseline's bits, what others own is another draw of the initial values."""
+    start = case.steps.get(0)
+    if case.first != 0 or start is None or case.num_ranks[0] < 2:
+        return
+    same = [name for name, one in start.weight.items() if one.same and one.other]
+    other = [name for name, one in start.weight.items() if not one.same and one.distance > 0.1]
+    if same and other:
+        yield Finding(
+            "replica.stale", PLAUSIBLE + 0.1,
+            f"before the first step {len(same)} parameters have the baseline's values and {len(other)} quite others ({other[0]}): ranks began "
+            f"with values of their own",
+        )  # fmt: skip
 
 
 def _stale_copies(case: Case) -> Iterator[Finding]:

@@ -119,7 +119,9 @@ def _count(differs: Mapping[str, Any]) -> str:
 
 def _by_weights(case: Case) -> Iterator[Finding]:
     """What the two runs differ by, held against the weights themselves: all decaying parameters together, and all others."""
-    phases = ["update"] if case.at("update", "state") else ["gradient", "stepped"] if case.at("backward", "reduce", "clip") else []
+    phases = (
+        ["update"] if case.at("update", "state") else ["gradient", "stepped"] if case.at("forward", "backward", "reduce", "clip") else []
+    )
     decaying = {name for name, group in case.here.settings(1).items() if group.get("weight_decay")}
     for phase in phases:
         found = residuals(case.here, phase)

@@ -212,6 +212,9 @@ class Loop:
     # ---- the rest of the step --------------------------------------------------------------------------------------------------
 
     def tell(self, given: list[Batch]) -> None:
+        if self.setting.tells == "mean":
+            self.recorder.step(loss=self.loss_sum / self.weight_sum)
+            return
         self.recorder.step(loss=self.loss_sum, weight=self.weight_sum, batch=given)
 
     def update(self) -> None:

@@ -28,6 +28,7 @@ class Setting:
         precision: of the model; below fp32 the optimizer steps on fp32 masters.
         seeding: of dropout: "micro" seeds before each micro-batch, so that any loop draws the same; "once" at the start.
         evaluates: batches to evaluate on after each step.
+        tells: the recorder "all", loss and weight as sums and the batch, or only the "mean" of what this rank has.
     """
 
     model: str = "words"
@@ -50,6 +51,7 @@ class Setting:
     recompute: bool = False
     seeding: str = "micro"
     evaluates: int = 0
+    tells: str = "all"
     steps: int = 3
 
 

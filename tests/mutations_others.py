@@ -226,6 +226,9 @@ NARROW_RANKS = replace(plain.NARROW_RANKS, seed=69)
 DRAWS = replace(plain.DRAWS, seed=70)
 TIED = replace(plain.TIED, seed=71)
 FROZEN = replace(plain.FROZEN, seed=72)
+TERSE = replace(plain.WORDS, seed=73, num_micro=4, rows=2, tells="mean")
+TERSE_ONE = replace(plain.ALONE, seed=74, tells="mean")
+TERSE_RANKS = replace(plain.EVEN, seed=75, tells="mean", clip=None)
 
 MUTATIONS = [
     case("weight.mean_of_means", "plain", ONE, MeanOfRows),
@@ -266,4 +269,15 @@ MUTATIONS = [
     case("tied.untied", "plain", TIED, TiedByCopy),
     case("frozen.updated", "plain", FROZEN, ThawsLater),
     case("frozen.updated", "shardbook", replace(FROZEN, num_ranks=3), ThawsLater),
+    case("weight.mean_of_means", "plain", TERSE, faults.MeanOfMeans),
+    case("weight.labels_shifted", "shardbook", TERSE, faults.ShiftedAgain, 1),
+    case("scale.micro_batches_missing", "plain", TERSE_ONE, faults.MicroMissing),
+    case("scale.ranks_twice", "ddp", TERSE_RANKS, faults.RanksTwice),
+    case("schedule.per_micro_batch", "shardbook", TERSE, faults.PerMicroBatch),
+    case("data.ranks_share", "ranks", TERSE_RANKS, faults.RanksShare, 2),
+    case("decay.twice", "plain", TERSE_ONE, updates.DecayedByHand),
+    case("optimizer.betas", "ranks", TERSE_RANKS, updates.ByHand, ("betas", (0.9, 0.5))),
+    case("reduce.missing", "ranks", TERSE_RANKS, plain.PartNotReduced, "head.weight"),
+    case("clip.unexpected", "plain", replace(TERSE_ONE, clip=None), faults.ClipsAnyway, 0.5),
+    case("precision.moment", "plain", TERSE_ONE, updates.RoundedMoments, 1),
 ]

@@ -44,9 +44,11 @@ class Forward:
     evaluating: int
     autocast: str | None
     holding: int
+    held: str | None
     output: Prints | None = None
     sampled: tuple[int, torch.dtype] | None = None  # elements and type of the sample
     gradient: Tensor | None = None  # its sample, the sum of all backwards that have come to it
+    width: int = 1  # of the output's last dimension
 
     def scalars(self) -> dict[str, Any]:
         """As they are written."""
@@ -57,7 +59,14 @@ class Forward:
             "evaluating": self.evaluating,
             "autocast": self.autocast,
             "holding": self.holding,
+            "held": self.held,
+            "silent": self._silent(),
         }
+
+    def _silent(self) -> Tensor | None:
+        if self.gradient is None or self.gradient.numel() % self.width:
+            return None
+        return (self.gradient.view(-1, self.width) == 0).all(1).sum()
 
 
 @dataclass(slots=True)
@@ -135,7 +144,8 @@ class Watch:
             learning_rates=[_rate(group) for group in self._stepper.param_groups],
             evaluating=sum(not module.training for module in self._modules),
             autocast=self._autocast(),
-            holding=sum(parameter.grad is not None for parameter in self._parameters),
+            holding=len(held := [parameter.grad.dtype for parameter in self._parameters if parameter.grad is not None]),
+            held=type_name(min(held, key=lambda dtype: dtype.itemsize)) if held else None,
         )
 
     def _inside(self, _: nn.Module, __: Any) -> None:
@@ -184,6 +194,7 @@ def _watch_output(forward: Forward, output: Tensor) -> None:
     with torch.no_grad():
         sample = _sample(local(output))
         forward.output, forward.sampled = _prints(sample), (sample.numel(), sample.dtype)
+        forward.width = output.shape[-1] if output.dim() else 1
 
     def arrived(gradient: Tensor) -> None:
         with contextlib.suppress(Exception), torch.no_grad():

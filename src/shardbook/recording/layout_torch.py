@@ -35,6 +35,7 @@ class TorchLayout:
                 f"record: the optimizer holds a parameter of shape {tuple(foreign[0].shape)} that is not one of the model's, and its "
                 f"parameters are no copies of the model's trainable ones in their order; pass the model that the optimizer was built on"
             )
+        _check_copies(trainable, foreign)
         self._names |= {id(master): name for (name, _), master in zip(trainable, foreign, strict=True)}
         return True
 
@@ -83,6 +84,21 @@ class TorchLayout:
         if key not in self._starts:
             self._starts[key] = first_element(name, parameter)
         return Fragment(name, self._starts[key], flat_like(tensor, parameter), tensor._version)
+
+
+def _check_copies(trainable: Sequence[tuple[str, Any]], masters: Sequence[Any]) -> None:
+    """Raises ConfigError where no master has its parameter's values, even about: an optimizer of another model of the same shapes."""
+    parameters = [local(parameter).detach().double() for _, parameter in trainable]
+    far = [
+        bool((local(master).detach().double() - parameter).norm() > 0.5 * parameter.norm())
+        for parameter, master in zip(parameters, masters, strict=True)
+        if local(master).shape == parameter.shape
+    ]
+    if far and all(far):
+        raise ConfigError(
+            "record: the optimizer holds other parameters than the model's, of the same shapes and with other values; build the "
+            "optimizer on this model's parameters, or on copies of them"
+        )
 
 
 def first_element(name: str, parameter: Any) -> int:

@@ -47,6 +47,7 @@ def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
     Raises:
         ConfigError: no module, no optimizer, or an engine whose layout can't be read.
     """
+    _check_kinds(model, optimizer)
     engine = peers.engine_of(model, optimizer)
     module = peers.module_of(model)
     passes = peers_shardbook.passes_of(model) or peers_shardbook.passes_of(module)
@@ -76,6 +77,19 @@ def recorded(model: Any, optimizer: Any, rank: int) -> Recorded:
         raise ConfigError("record: optimizer has no register_step_pre_hook; pass one of torch.optim's kind, or what an engine gave back")
     layout = TorchLayout(module, optimizer)
     return Recorded(engine=engine, module=module, called=called, stepper=optimizer, layout=layout, parameters=parameters)
+
+
+def _check_kinds(model: Any, optimizer: Any) -> None:
+    if not hasattr(model, "named_parameters") and not hasattr(model, "model"):
+        raise ConfigError(f"record: model is {_kind(model)}; pass the module, or what wraps it, and then its optimizer")
+    if optimizer is not None and (
+        isinstance(optimizer, type) or not (hasattr(optimizer, "param_groups") or hasattr(optimizer, "optimizer"))
+    ):
+        raise ConfigError(f"record: optimizer is {_kind(optimizer)}; pass the optimizer that updates the model, as built")
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def _called(model: Any, module: nn.Module) -> nn.Module:

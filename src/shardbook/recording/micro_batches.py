@@ -40,6 +40,8 @@ class MicroBatch:
         evaluating: modules that were in evaluation mode.
         holding: parameters that held a gradient when it began: none in the first of a step, all in later ones, where gradients add up.
         autocast: the type that autocast was computing in, None where it was off.
+        held: narrowest type of those gradients, None where there are none.
+        silent: complete steps: places of the sample (along all dimensions but the last) to which no gradient came back.
         output: complete steps: the first floating tensor in the output that requires a gradient, a sample of whole leading rows of up
             to 2^18 elements.
         output_gradient: of the same elements, over all backwards; where the output is a scalar loss it is the factor on that loss.
@@ -52,6 +54,8 @@ class MicroBatch:
     evaluating: int
     autocast: str | None
     holding: int = 0
+    held: str | None = None
+    silent: int | None = None
     output: Fingerprint | None = None
     output_gradient: Fingerprint | None = None
 
@@ -63,7 +67,12 @@ def facts(row: Sequence[Any]) -> TensorFacts:
 
 
 def micro_batches(about: Mapping[str, Any], rows: Mapping[tuple[str, str], Fingerprint]) -> tuple[MicroBatch, ...]:
-    """Those of one rank's step; ``rows``: by phase and number of the forward."""
+    """Those of one rank's step; ``rows``: by phase and number of the forward.
+
+    Forwards with more modules in evaluation mode than the others of the step have are an evaluation's, with gradients enabled.
+    """
+    each = list(enumerate(about.get("forwards", ())))
+    training = min((one["evaluating"] for _, one in each), default=0)
     return tuple(
         MicroBatch(
             inputs=tuple(facts(row) for row in one["inputs"]),
@@ -72,10 +81,13 @@ def micro_batches(about: Mapping[str, Any], rows: Mapping[tuple[str, str], Finge
             evaluating=one["evaluating"],
             autocast=one["autocast"],
             holding=one["holding"],
+            held=one["held"],
+            silent=one["silent"],
             output=rows.get((OUTPUT, str(place))),
             output_gradient=rows.get((OUTPUT_GRADIENT, str(place))),
         )
-        for place, one in enumerate(about.get("forwards", ()))
+        for place, one in each
+        if one["evaluating"] == training
     )
 
 

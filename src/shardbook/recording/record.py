@@ -42,7 +42,7 @@ from shardbook.recording.forwards import Watch
 from shardbook.recording.fragments import Fragment, flat
 from shardbook.recording.keys import NUM_PROJECTIONS, ROW_NUMEL, SCHEME
 from shardbook.recording.layouts import Recorded, recorded
-from shardbook.recording.surroundings import compute_of, dropout_of, generators, kept, numbers_of, version_of
+from shardbook.recording.surroundings import check_numbers, compute_of, dropout_of, generators, kept, numbers_of, version_of
 from shardbook.recording.taking import Detail, Taker, state_of
 from shardbook.recording.tensors import TensorFiles
 from shardbook.recording.writer import Rows, StepEntry, Writer
@@ -136,8 +136,13 @@ class Recorder:
                 micro-batches. Only hashes are kept.
 
         Raises:
-            UsageError: there are no gradients, or the optimizer has stepped already.
+            UsageError: there are no gradients, the optimizer has stepped already, or the record is closed.
+            ConfigError: ``loss`` or ``weight`` is no number.
         """
+        if not self._handles:
+            raise UsageError("recorder.step: the record is closed, as its `with` has ended; call it inside")
+        check_numbers("loss", loss)
+        check_numbers("weight", weight)
         self._finish(applied=False)
         if self._unannounced:
             self._unannounced = False

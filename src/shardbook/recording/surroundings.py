@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardbook.errors import ConfigError
 from shardbook.ledger.peers_naming import attribute
 from shardbook.recording.taking import type_name
 
@@ -57,6 +58,15 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, (list, tuple)) and key != "params":
             found[key] = [float(item) for item in itertools.islice(value, 8) if isinstance(item, (int, float, Tensor))]  # pyright: ignore[reportUnknownVariableType]
     return found
+
+
+def check_numbers(name: str, value: Any) -> None:
+    """Raises ConfigError unless ``value`` is a real number, a tensor with one, or a list of those."""
+    for one in value if isinstance(value, (list, tuple)) else [value]:  # pyright: ignore[reportUnknownVariableType]
+        tensor = isinstance(one, Tensor) and one.numel() == 1 and not one.is_complex()
+        if not tensor and not (isinstance(one, (int, float)) and not isinstance(one, bool)):
+            shown = f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else f"{type(one).__name__}"  # pyright: ignore[reportUnknownArgumentType]
+            raise ConfigError(f"recorder.step: {name} is {shown}; give a number, a tensor with one element, or a list of those")
 
 
 def kept(value: Any) -> Any:

@@ -96,7 +96,7 @@ class Bounds:
     def loss(self, facts: Facts, value: float) -> float:
         """Relative, of the objective or of a micro-batch's output."""
         apart = self._carried * (norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]) / abs(value) if value else 0.0
-        return self._noise + apart
+        return max(self._noise, self._of_one_number("loss")) + apart
 
     def _weights_apart(self, facts: Facts) -> float:
         """Norm of the difference of all weights before the step.
@@ -129,7 +129,7 @@ class Bounds:
 
     def systematic(self, error: float) -> float:
         """Of one factor for all parameters, whose standard error is known: a scale is rounded twice at most."""
-        return 2.0 * self.roundoff + 8 * _SINGLE + normal_deviations(self.chance) * error
+        return 2.0 * self.roundoff + 8 * _SINGLE + normal_deviations(self.chance) * error + self._of_one_number("factor")
 
     def stepped(self, gradient: Closeness | None, overall: float) -> float:
         """Given how far the gradient is, of this parameter and of all (which the norm is taken of)."""
@@ -202,6 +202,15 @@ class Bounds:
         """From the runs of the baseline in other orders and precisions; 0 without any."""
         number = self._facts.number if self._facts is not None else 0
         return self._quantile(self.reruns.get((number, phase), {}).get(name, ()))
+
+    def _of_one_number(self, phase: str) -> float:
+        """Of a number and not of projections: one degree of freedom."""
+        number = self._facts.number if self._facts is not None else 0
+        values = self.reruns.get((number, phase), {}).get("", ())
+        if not any(values):
+            return 0.0
+        mean = math.sqrt(sum(one * one for one in values) / len(values))
+        return mean * math.sqrt(f_quantile(1, len(values), self.chance))
 
     def _pooled(self, phase: str) -> float:
         number = self._facts.number if self._facts is not None else 0

@@ -27,6 +27,7 @@ class Facts:
     units: tuple[Unit, Unit]
     records: tuple[Record, Record]
     previous: Pair | None = None
+    start: Pair | None = None
 
     @property
     def sides(self) -> tuple[Step, Step]:

@@ -180,8 +180,24 @@ def _gradient(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         return [PhaseResult(step=facts.number, phase="backward", same_bits=True, num_compared=len(facts.gradient))]
     limits = {name: bounds.gradient(name) for name in facts.gradient}
     wholes = {name: bounds.whole(one) for name, one in facts.gradient.items()}
-    found = [worst(facts.number, "backward", facts.gradient, limits, wholes), *_missing(facts, "gradient", "backward")]
+    found = [
+        *_added_narrow(facts),
+        worst(facts.number, "backward", facts.gradient, limits, wholes),
+        *_missing(facts, "gradient", "backward"),
+    ]
     return found + _systematic(facts.number, "backward", facts.gradient, limits, bounds)
+
+
+def _added_narrow(facts: Facts) -> list[PhaseResult]:
+    """Gradients of the step's micro-batches before are held in 16 bits while the next is added, and the baseline's are not."""
+    if not adds_narrow(facts, 0) or adds_narrow(facts, 1) or facts.stepped_alike:
+        return []
+    return [PhaseResult(step=facts.number, phase="backward", deviation=1.0, same_bits=False, num_compared=1)]
+
+
+def adds_narrow(facts: Facts, side: int) -> bool:
+    """Whether a run adds micro-batches up in a 16-bit type."""
+    return any(micro.held in ("bfloat16", "float16") for micros in facts.sides[side].micro_batches for micro in micros[1:])
 
 
 def _clip(facts: Facts, bounds: Bounds) -> list[PhaseResult]:

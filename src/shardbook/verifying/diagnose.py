@@ -13,7 +13,7 @@ _RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     rules_settings.per_micro_batch, rules_settings.offset, rules_settings.decay, rules_settings.betas, rules_settings.eps,
     rules_settings.explained_by_settings,
     rules_ranks.reduce_missing, rules_ranks.replica_stale,
-    rules_state.untied, rules_state.frozen, rules_state.recompute_rng, rules_state.evaluation,
+    rules_state.cleared, rules_state.untied, rules_state.frozen, rules_state.recompute_rng, rules_state.evaluation,
     rules_precision.master, rules_precision.moment, rules_precision.accumulation,
 )  # fmt: skip
 

@@ -53,12 +53,14 @@ def _walk(case: Case, bounds: Bounds, number: int) -> tuple[list[PhaseResult], l
     phases: list[PhaseResult] = []
     losses: list[tuple[int, float | None, float | None]] = []
     previous: Pair | None = None
+    start: Pair | None = None
     diverged: int | None = None
     for pair in pairs(*case.records, number):
         if pair.number == 1:
             case.units = choose_units(case.records, pair, case.names)
             _check_data(case, pair)
-        facts = Facts(pair, case.names, case.units, case.records, previous)
+        start = start or pair
+        facts = Facts(pair, case.names, case.units, case.records, previous, start)
         found = compare_start(facts, bounds) if pair.number == 0 else compare_step(facts, bounds)
         phases += found
         case.steps[pair.number] = facts

@@ -46,7 +46,7 @@ class Rerun(TorchDispatchMode):
     """What the modes share: which operators they take."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if types and not all(issubclass(kind, Tensor) and kind in (Tensor, torch.nn.Parameter) for kind in types):
+        if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor, say: what it does to its local tensors comes by as well
         kwargs = dict(kwargs or {})
         if func.namespace != "aten" or _is_view(func) or _draws(func, args, kwargs):

@@ -100,8 +100,8 @@ def unexpected(case: Case) -> Iterator[Finding]:
             weight = _scale_of(here)
             yield Finding(
                 "clip.before_unscale", CERTAIN - 0.02,
-                f"step {here.number}: what is stepped on has a norm of {mine:.4g}, a limit of {mine * weight:.4g} divided by {weight:.6g}: the "
-                f"gradient was clipped before it was divided",
+                f"step {here.number}: what is stepped on has a norm of {mine:.4g}, a limit of {mine * weight:.4g} divided by {weight:.6g}: "
+                f"the gradient was clipped before it was divided",
             )  # fmt: skip
     elif both[0] < 1 - _SAME:
         theirs = norm_of(here.pair.baseline.phases["stepped"])
@@ -123,8 +123,8 @@ def scaled(case: Case) -> Iterator[Finding]:
     if power and len(norms) > 1 and mine and max(norms) - min(norms) < _SAME * mine:
         yield Finding(
             "clip.before_unscale", CERTAIN,
-            f"step {here.number}: the gradient is {found.ratio:.6g} times the baseline's, as under a loss scale, and what is stepped on has a "
-            f"norm of {mine:.4g} in every step, a limit of {mine * found.ratio:.4g} divided by that",
+            f"step {here.number}: the gradient is {found.ratio:.6g} times the baseline's, as under a loss scale, and what is stepped on "
+            f"has a norm of {mine:.4g} in every step, a limit of {mine * found.ratio:.4g} divided by that",
         )  # fmt: skip
 
 

@@ -132,6 +132,13 @@ def padding_counted(case: Case) -> Iterator[Finding]:
     yield from _padding_in_sum(case, ones)
 
 
+def _louder(ones: list[Matched]) -> bool | None:
+    """Whether gradients came back to more places than in the baseline; None where it isn't known."""
+    both = [(one.candidate.silent, one.baseline.silent) for one in ones]
+    known = [(mine, theirs) for mine, theirs in both if mine is not None and theirs is not None]
+    return None if not known else sum(mine for mine, _ in known) < sum(theirs for _, theirs in known)
+
+
 def _more_counted(case: Case) -> bool:
     """The candidate's weights count more tokens than the baseline's."""
     mine, theirs = (total_weight(step) for step in case.here.sides)
@@ -160,12 +167,20 @@ def _padding_in_sum(case: Case, ones: list[Matched]) -> Iterator[Finding]:
     mine, theirs = (total_weight(step) for step in case.here.sides)
     back, turned = case.sent_back, case.turned
     if ones and back is not None and turned is not None and case.same_outputs is not False and max(0.02, case.here.near) < turned < 0.75:
-        more = _more_counted(case)
-        yield Finding(
-            "weight.padding_counted", LIKELY + 0.05 if more else LIKELY if back.ratio > 0.2 else POSSIBLE,
-            f"step {case.here.number}: places whose target is to be ignored reach the gradient: what reached the outputs has "
-            f"{back.ratio:.3f} of the baseline's, and {turned:.2f} of it is new",
-        )  # fmt: skip
+        louder = _louder(case.forwards)
+        if louder is not False:
+            sure = CERTAIN if louder else LIKELY + 0.05 if _more_counted(case) else PLAUSIBLE
+            yield Finding(
+                "weight.padding_counted", sure,
+                f"step {case.here.number}: places whose target is to be ignored reach the gradient: what reached the outputs has "
+                f"{back.ratio:.3f} of the baseline's, and {turned:.2f} of it is new",
+            )  # fmt: skip
+        if not louder and turned < 0.5 and back.ratio > 0:
+            yield Finding(
+                "weight.mean_of_means", LIKELY if louder is False else PLAUSIBLE,
+                f"step {case.here.number}: the same places reach the gradient as in the baseline, weighed otherwise within a micro-batch: "
+                f"{turned:.2f} of what reached the outputs is in another direction, as means of rows of different lengths are",
+            )  # fmt: skip
     if mine and theirs and mine > theirs and mine == sum(one.counted.numel for one in case.forwards if one.counted is not None):
         yield Finding(
             "weight.padding_counted",
@@ -193,7 +208,7 @@ def labels_shifted(case: Case) -> Iterator[Finding]:
         more = f"{counts[0]} of them count, in the baseline {counts[1]}" if counts[0] != counts[1] else "as many of them count"
         yield Finding(rule, CERTAIN, f"step {here.number}: the same inputs come with other targets; {more}")
     turned = case.turned
-    if turned is not None and case.same_outputs is not False and turned > 0.3:
+    if turned is not None and case.same_outputs is not False and turned > 0.3 and _louder(case.forwards) is not True:
         mine, theirs = (total_weight(step) for step in here.sides)
         other = turned > 0.75 or (mine is not None and theirs is not None and mine < theirs)
         yield Finding(

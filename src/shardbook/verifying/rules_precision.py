@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from shardbook.recording.prints import Fingerprint
 from shardbook.verifying.case import Case, Facts
 from shardbook.verifying.closeness import Closeness
+from shardbook.verifying.comparing import adds_narrow
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
 from shardbook.verifying.widths import is_rounded, narrower_in
 
@@ -24,11 +25,7 @@ def master(case: Case) -> Iterator[Finding]:
             "precision.master", CERTAIN + 0.01,
             f"step {where.number}: what the optimizer updates is held {what} ({held[0]}), in the baseline in full precision",
         )  # fmt: skip
-    between = [name for name in narrower_in(case.here, "before") if case.here.changed(0, name)] if case.here.number > 1 else []
-    if any(one.phase == "before" for one in case.here.pair.candidate.disagreements):
-        between = []  # an old replica is no rounded one
-    ended = case.last.pair.candidate.phases.get("weight", {}) if case.last is not None else {}
-    between = [name for name in between if name in ended and _is_rounding(case.here.pair.candidate.phases["before"][name], ended[name])]
+    between = _rounded_between(case.here)
     if between:
         yield Finding(
             "precision.master", CERTAIN + 0.01,
@@ -51,6 +48,15 @@ def master(case: Case) -> Iterator[Finding]:
             f"before the first step weights are {min(apart.values()):.2g} to {max(apart.values()):.2g} from the baseline's, as rounding to "
             f"16 bits leaves them",
         )  # fmt: skip
+
+
+def _rounded_between(facts: Facts) -> list[str]:
+    """Parameters that became values of a 16-bit type after the last step. An old replica is no rounded one."""
+    if facts.previous is None or any(one.phase == "before" for one in facts.pair.candidate.disagreements):
+        return []
+    ended, before = facts.previous.candidate.phases.get("weight", {}), facts.pair.candidate.phases.get("before", {})
+    changed = [name for name in facts.before if facts.changed(0, name) and before[name].narrow and not ended[name].narrow]
+    return [name for name in changed if _is_rounding(before[name], ended[name])]
 
 
 def moment(case: Case) -> Iterator[Finding]:
@@ -76,6 +82,12 @@ def accumulation(case: Case) -> Iterator[Finding]:
     """Micro-batches, or ranks, added in 16 bits."""
     here = case.here
     if not case.at("backward", "reduce", "clip"):
+        return
+    if adds_narrow(here, 0) and not adds_narrow(here, 1):
+        yield Finding(
+            "precision.accumulation", CERTAIN - 0.01,
+            f"step {here.number}: {here.num_accumulated} micro-batches of a rank are added up in a 16-bit type",
+        )  # fmt: skip
         return
     narrower = [name for name in narrower_in(here, "gradient") if is_rounded(here, "gradient", name)]
     if narrower:

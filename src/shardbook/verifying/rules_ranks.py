@@ -20,7 +20,7 @@ def reduce_missing(case: Case) -> Iterator[Finding]:
     if not case.at("backward", "reduce") or not here.entered_alike():
         return
     off = {name: one for name, one in here.gradient.items() if not one.same and one.distance > here.near}
-    if not off or case.same_outputs is False or _loss_is_weighed_otherwise(case):
+    if not off or case.same_outputs is False or _loss_is_weighed_otherwise(case) or not any(one.norm for one in here.gradient.values()):
         return
     many = max(case.num_ranks) > 1
     share = sum(one.norm for one in off.values()) / (sum(one.other for one in off.values()) or 1.0)
@@ -74,8 +74,8 @@ def _other_start(case: Case) -> Iterator[Finding]:
     if same and other:
         yield Finding(
             "replica.stale", PLAUSIBLE + 0.1,
-            f"before the first step {len(same)} parameters have the baseline's values and {len(other)} quite others ({other[0]}): ranks began "
-            f"with values of their own",
+            f"before the first step {len(same)} parameters have the baseline's values, {len(other)} quite others ({other[0]}): "
+            f"ranks began with values of their own",
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardbook.verifying.case import Case
+from shardbook.verifying.closeness import Closeness
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
 from shardbook.verifying.residuals import multiple, residuals
 from shardbook.verifying.settings import setting_difference
@@ -84,6 +85,7 @@ def decay(case: Case) -> Iterator[Finding]:
             else "decoupled from the gradient"
         )
         yield Finding("decay.missing", PLAUSIBLE + 0.1, f"step {case.here.number}: decay is {way}, unlike the baseline's")
+    yield from _between_steps(case)
     yield from _by_weights(case)
 
 
@@ -115,6 +117,24 @@ def _by_settings(case: Case, differs: Mapping[str, tuple[Any, Any]]) -> Finding:
 
 def _count(differs: Mapping[str, Any]) -> str:
     return f"{len(differs)} parameter{'' if len(differs) == 1 else 's'}"
+
+
+def _between_steps(case: Case) -> Iterator[Finding]:
+    """Weights that are a little smaller than the last step left them, all of a parameter alike."""
+    here = case.here
+    if here.previous is None or not case.at("state"):
+        return
+    ended, before = here.previous.candidate.phases.get("weight", {}), here.pair.candidate.phases.get("before", {})
+    changed = [name for name in here.before if here.changed(0, name) and not here.changed(1, name)]
+    both = [Closeness.of(before[name], ended[name]) for name in changed if before[name].is_complete and ended[name].is_complete]
+    shrunk = [one for one in both if one.rest is not None and one.rest < 1e-4 and 0.5 < one.ratio < 1.0]
+    if both and len(shrunk) == len(both):
+        decaying = any(group.get("weight_decay") for group in here.settings(1).values())
+        yield Finding(
+            "decay.twice" if decaying else "decay.wrong_group", LIKELY + 0.08,
+            f"step {here.number}: {changed[0]} is {shrunk[0].ratio:.6g} times what the last step left, {len(changed) - 1} others too: "
+            f"decay beside the optimizer's",
+        )  # fmt: skip
 
 
 def _by_weights(case: Case) -> Iterator[Finding]:

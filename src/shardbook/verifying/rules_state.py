@@ -6,6 +6,16 @@ from shardbook.verifying.case import Case, Facts
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
 
 
+def cleared(case: Case) -> Iterator[Finding]:
+    """The record was taken after the gradients were set to zero."""
+    here = case.here
+    if here.gradient and any(one.other for one in here.gradient.values()) and not any(one.norm for one in here.gradient.values()):
+        yield Finding(
+            "unknown", CERTAIN,
+            f"step {here.number}: every recorded gradient is zero: gradients were cleared before recorder.step; call it before they are",
+        )  # fmt: skip
+
+
 def untied(case: Case) -> Iterator[Finding]:
     """A parameter under two names in the baseline is two in the candidate."""
     if case.names.untied:

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from shardbook.recording.read import Record
 from shardbook.verifying.case import Facts, norm_of
-from shardbook.verifying.pairing import Names, match, pairs
+from shardbook.verifying.pairing import Names, match, objective, pairs
 
 Distances = Mapping[tuple[int, str], Mapping[str, Sequence[float]]]
-"""(step, phase) -> parameter -> relative distance in each run. Gradients are relative to `Bounds.whole`."""
+"""(step, phase) -> parameter -> relative distance in each run. Gradients are relative to `Bounds.whole`. Of no parameter: ``loss``, the
+objective, and ``factor``, the one factor on all gradients."""
 
 
 def distances(baseline: Record, reruns: Sequence[Record], steps: int) -> Distances:
@@ -26,13 +27,21 @@ def distances(baseline: Record, reruns: Sequence[Record], steps: int) -> Distanc
 
 
 def _add(found: dict[tuple[int, str], dict[str, list[float]]], facts: Facts, names: Names) -> None:
-    gradient = facts.gradient
+    gradient, losses = facts.gradient, [objective(step) for step in facts.sides]
+    if losses[0] is not None and losses[1]:
+        _append(found, facts.number, "loss", "", abs(losses[0] / losses[1] - 1.0))
+    if facts.gradients is not None:
+        _append(found, facts.number, "factor", "", abs(facts.gradients.ratio - 1.0))
     total = sum(one.numel for one in gradient.values()) or 1
     norm = norm_of(facts.pair.baseline.phases.get("gradient", {}))
     for name in names.common:
         if name in gradient:
             whole = max(gradient[name].other, norm * (gradient[name].numel / total) ** 0.5)
             if whole:
-                found.setdefault((facts.number, "gradient"), {}).setdefault(name, []).append(gradient[name].apart / whole)
+                _append(found, facts.number, "gradient", name, gradient[name].apart / whole)
         if name in facts.update and facts.update[name].other:
-            found.setdefault((facts.number, "update"), {}).setdefault(name, []).append(facts.update[name].distance)
+            _append(found, facts.number, "update", name, facts.update[name].distance)
+
+
+def _append(found: dict[tuple[int, str], dict[str, list[float]]], number: int, phase: str, name: str, value: float) -> None:
+    found.setdefault((number, phase), {}).setdefault(name, []).append(value)

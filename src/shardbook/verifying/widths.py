@@ -40,6 +40,9 @@ def narrower_in(facts: Facts, phase: str) -> list[str]:
     """Parameters that the candidate has in a narrower type, or with values of one, than the baseline."""
     mine, theirs = facts.pair.candidate.phases.get(phase, {}), facts.pair.baseline.phases.get(phase, {})
     common = [name for name in facts.names.common if name in mine and name in theirs]
+    if phase in ("weight", "before") and facts.number and facts.start is not None:
+        begun = facts.start.baseline.phases["weight"]  # ones and zeros are 16-bit values until they move
+        common = [name for name in common if begun[name].narrow is None or mine[name].dtype != theirs[name].dtype]
     # A few bf16 values have a sum that fp16 holds exactly: it has three more bits.
     telling = ("bf16",) if facts.roundoff >= unit_roundoff("bf16") else ("bf16", "fp16")
     return [name for name in common if _width(mine[name], telling) < _width(theirs[name], telling)]
@@ -47,7 +50,7 @@ def narrower_in(facts: Facts, phase: str) -> list[str]:
 
 def _width(one: Fingerprint, telling: tuple[str, ...]) -> int:
     """Bits of the type, or of the values."""
-    if one.largest == 0.0:
+    if one.largest == 0.0 or one.nonfinite:
         return 64
     narrow = 16 if one.narrow in telling else 64
     return min(narrow, 16 if one.dtype in ("bfloat16", "float16") else 8 if "float8" in one.dtype else 64)

@@ -45,6 +45,7 @@ class Bounds:
     )
     roundoff: float = _SINGLE
     _linear: bool | None = None
+    _factor_apart: float = 0.0
     _last_apart: float = 0.0
     _unseen: int = 0
     _moved: float = 0.0
@@ -83,6 +84,9 @@ class Bounds:
         """What the optimizer was given in this step is known: updates and states follow from it."""
         if self._linear is None and facts.stepped:
             self._see_whether_linear(facts)
+        found = facts.stepped_together
+        if found is not None and math.isfinite(found.ratio):
+            self._factor_apart = max(self._factor_apart, abs(found.ratio - 1.0))
         for name, one in facts.stepped.items():
             if math.isfinite(one.distance) and not one.same:
                 self._stepped[name] = max(self._stepped.get(name, 0.0), one.distance)
@@ -131,6 +135,10 @@ class Bounds:
         """Of one factor for all parameters, whose standard error is known: a scale is rounded twice at most."""
         return 2.0 * self.roundoff + 8 * _SINGLE + normal_deviations(self.chance) * error + self._of_one_number("factor")
 
+    def systematic_update(self, error: float) -> float:
+        """Of updates: they are made in the weights' type, of gradients whose own factor is known."""
+        return 2.0 * self.weights_roundoff + 8 * _SINGLE + normal_deviations(self.chance) * error + self._factor_apart
+
     def stepped(self, gradient: Closeness | None, overall: float) -> float:
         """Given how far the gradient is, of this parameter and of all (which the norm is taken of)."""
         mine = gradient.distance if gradient is not None and math.isfinite(gradient.distance) else 0.0
@@ -161,9 +169,12 @@ class Bounds:
         turned = poisson_quantile(one.numel * apart, self.chance) + 1
         return min(rounding, rounding - 2.0 + 2.0 * math.sqrt(turned / one.numel) + 2.0 * apart)
 
-    def roundoff_of(self, facts: Facts) -> float:
-        """Of the weights' type."""
-        return max((unit_roundoff(one.dtype) for one in facts.pair.baseline.phases["weight"].values()), default=_SINGLE)
+    @property
+    def weights_roundoff(self) -> float:
+        """Of the type in which weights are held."""
+        facts = self._facts
+        types = [one.dtype for one in facts.pair.baseline.phases.get("weight", {}).values()] if facts is not None else []
+        return max(map(unit_roundoff, types), default=_SINGLE)
 
     def _see_whether_linear(self, facts: Facts) -> None:
         """The baseline's first update tells whether it is a multiple of its gradient, as SGD's is, or of each element's sign, as Adam's."""

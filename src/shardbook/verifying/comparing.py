@@ -1,7 +1,7 @@
 """One step of both runs, phase by phase, in the order in which things happen in it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from shardbook.recording.micro_batches import TensorFacts
@@ -61,10 +61,16 @@ def compare_step(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
 
 
 def _without_told(found: list[PhaseResult]) -> list[PhaseResult]:
-    """A loss is what the loop tells. Where nothing else of the step is apart, it is told in another way: averaged, say."""
-    beyond = [one for one in found if one.exceeds]
-    if len(beyond) == 1 and beyond[0].phase == "forward" and beyond[0].rank is None and beyond[0].parameter is None:
-        return [replace(one, bound=math.inf) if one is beyond[0] else one for one in found]
+    """A loss is what the loop tells. Where nothing else is apart, or the model's outputs and what came back to them are not, it is told
+    in another way: averaged, say.
+    """
+    told = [one for one in found if one.exceeds and one.phase == "forward" and one.rank is None and one.parameter is None]
+    beyond = [one for one in found if one.exceeds and one not in told]
+    seen = [one for one in found if one.phase in ("forward", "backward") and one.rank is not None]
+    alike = {one.phase for one in seen} == {"forward", "backward"} and not any(one.exceeds for one in seen)
+    weighed_alike = not any(one.exceeds and one.phase == "backward" and one.num_compared == 1 for one in found)
+    if told and (not beyond or (alike and weighed_alike)):
+        return [replace(one, bound=math.inf) if one in told else one for one in found]
     return found
 
 
@@ -185,7 +191,7 @@ def _gradient(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         worst(facts.number, "backward", facts.gradient, limits, wholes),
         *_missing(facts, "gradient", "backward"),
     ]
-    return found + _systematic(facts.number, "backward", facts.gradient, limits, bounds)
+    return found + _systematic(facts.number, "backward", facts.gradient, limits, bounds.systematic)
 
 
 def _added_narrow(facts: Facts) -> list[PhaseResult]:
@@ -216,23 +222,16 @@ def _missing(facts: Facts, name: str, phase: Phase) -> list[PhaseResult]:
     return [PhaseResult(step=facts.number, phase=phase, parameter=lost[0], deviation=1.0, same_bits=False, num_compared=len(lost))]
 
 
-def _systematic(number: int, phase: Phase, ones: Mapping[str, Closeness], limits: Mapping[str, float], bounds: Bounds) -> list[PhaseResult]:
-    """One factor for all parameters that are known well."""
+def _systematic(
+    number: int, phase: Phase, ones: Mapping[str, Closeness], limits: Mapping[str, float], bound: Callable[[float], float]
+) -> list[PhaseResult]:
+    """One factor for all parameters that are known well. ``bound``: of such a factor, given its standard error."""
     sure = [one for name, one in ones.items() if limits[name] < 0.5 and (one.rest or 0.0) < 0.5]
     found = together(sure)
     if found is None or len(sure) < 2:
         return []
-    deviation = abs(found.ratio - 1.0)
-    return [
-        PhaseResult(
-            step=number,
-            phase=phase,
-            deviation=deviation,
-            bound=bounds.systematic(found.error),
-            same_bits=deviation == 0.0,
-            num_compared=len(sure),
-        )
-    ]
+    deviation, most = abs(found.ratio - 1.0), bound(found.error)
+    return [PhaseResult(step=number, phase=phase, deviation=deviation, bound=most, same_bits=deviation == 0.0, num_compared=len(sure))]
 
 
 # ---- update, state --------------------------------------------------------------------------------------------------------
@@ -257,7 +256,10 @@ def _update(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         return [PhaseResult(step=facts.number, phase="update", num_compared=len(facts.weight))]
     limits = {name: bounds.update(facts, name, one) for name, one in facts.update.items()}
     different = {name: one for name, one in facts.update.items() if not (facts.weight[name].same and facts.before[name].same)}
-    found = [worst(facts.number, "update", different, limits), *_systematic(facts.number, "update", different, limits, bounds)]
+    found = [
+        worst(facts.number, "update", different, limits),
+        *_systematic(facts.number, "update", different, limits, bounds.systematic_update),
+    ]
     found += [*_half(facts, bounds), *_decay(facts, bounds, different)]
     if not facts.update:  # a brief step: norms of weights, within what updates may have done
         limits = dict.fromkeys(facts.weight, math.inf)
@@ -280,7 +282,7 @@ def _decay(facts: Facts, bounds: Bounds, ones: Mapping[str, Closeness]) -> list[
     if found is None or not updates:
         return []
     per = weights / updates
-    bound = bounds.systematic(found.error * per) + 2.0 * bounds.roundoff_of(facts) * per
+    bound = bounds.systematic_update(found.error * per) + 2.0 * bounds.weights_roundoff * per
     return [
         PhaseResult(
             step=facts.number, phase="update", deviation=abs(found.ratio) * per, bound=bound, same_bits=False, num_compared=len(ones)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from shardbook.recording.read import Step
 from shardbook.verifying.case import Case, Facts, norm_of, own_factor
 from shardbook.verifying.findings import CERTAIN, LIKELY, PLAUSIBLE, POSSIBLE, Finding
+from shardbook.verifying.forwards import varies
 from shardbook.verifying.pairing import total_weight
 
 _SAME = 1e-4
@@ -25,6 +26,7 @@ def per_rank(case: Case) -> Iterator[Finding]:
     if not drifted and len(mine) > 1 and _unequal(mine) > 1e-3 and (len(theirs) < 2 or _unequal(theirs) < _SAME):
         each = ", ".join(f"rank {rank} {factor:.4g}" for rank, factor in sorted(mine.items()))
         yield Finding("clip.per_rank", CERTAIN, f"step {here.number}: ranks scale their parts of one gradient by different factors: {each}")
+    yield from _by_loss(case)
     both, found = factors(here), here.gradients
     if both is None or found is None or not case.at("backward", "reduce", "clip"):
         return
@@ -52,6 +54,22 @@ def per_rank(case: Case) -> Iterator[Finding]:
             "clip.per_rank", POSSIBLE,
             f"step {here.number}: not clipped, where the baseline's gradient is scaled by {both[1]:.4g}: its parts may be within the limit",
         )  # fmt: skip
+
+
+def _by_loss(case: Case) -> Iterator[Finding]:
+    """Losses of a rank are multiplied by a factor of its own, and it has as many tokens as others."""
+    found: dict[int, list[float]] = {}
+    for one in case.forwards:
+        if one.gradient is not None and one.counted is not None and (one.gradient.rest or 0.0) < 0.02:
+            found.setdefault(one.rank, []).append(one.gradient.ratio / one.counted.valid)
+    of_ranks = [ratios[0] for ratios in found.values()]
+    if len(of_ranks) > 1 and all(varies(ratios) < 1e-3 for ratios in found.values()) and varies(of_ranks) > 5e-3:
+        counts = {one.counted.valid for one in case.forwards if one.counted is not None}
+        if len(counts) == 1:
+            each = ", ".join(f"{ratio / of_ranks[0]:.4g}" for ratio in of_ranks)
+            yield Finding(
+                "clip.per_rank", PLAUSIBLE + 0.05, f"step {case.here.number}: each rank's losses have a factor of their own ({each})"
+            )
 
 
 def before_unscale(case: Case) -> Iterator[Finding]:

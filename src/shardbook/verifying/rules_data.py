@@ -88,7 +88,7 @@ def mean_of_means(case: Case) -> Iterator[Finding]:
         if explained < 0.1 * varies(ratios):
             yield Finding("weight.mean_of_means", CERTAIN, f"{evidence}: in inverse proportion to their tokens, each as much as any other")
         else:
-            yield Finding("weight.mean_of_means", PLAUSIBLE, evidence)
+            yield Finding("weight.mean_of_means", PLAUSIBLE if len(set(tokens)) > 1 else POSSIBLE, evidence)
     yield from _mean_by_weights(case)
 
 

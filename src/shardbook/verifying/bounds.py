@@ -5,7 +5,8 @@ The question is asked phase by phase: a fault shows where a phase's outputs are 
 * **Gradients.** Where the baseline was run again in other orders and precisions: the root mean square of how far those runs are from
   it, times the root of the F quantile for two estimates of a variance from eight projections each. Without such runs: λ (u √P + v √n),
   the probabilistic bound of Higham and Mary (2019), for P roundings in the type that products are made in, u, and sums of n terms in
-  single precision, v; times what eight projections may add to a distance. A parameter whose gradient nearly cancels is held to what its
+  single precision, v; times what eight projections may add to a distance. Where every micro-batch's output, and what came back to it,
+  has the baseline's bits, u is that of the sums alone. A parameter whose gradient nearly cancels is held to what its
   share of elements would have of the whole.
 * **Weights that differ before.** A gradient changes by as much as the baseline's changed from one step to the next per change of its
   weights (a secant of the run itself), times the distance of the weights.
@@ -51,6 +52,7 @@ class Bounds:
     _moved: float = 0.0
     _facts: Facts | None = None
     _noise: float = 0.0
+    _added: float = 0.0
     _carried: float = 0.0
     _share: float = 0.0
     _stepped: dict[str, float] = field(default_factory=dict[str, float])
@@ -70,10 +72,9 @@ class Bounds:
         """From here on bounds are this step's."""
         self._facts = facts
         terms, self.roundoff = _num_terms(facts), facts.roundoff
-        wide = min(_SINGLE, self.roundoff)
-        self._noise = (
-            self.lengthened * normal_deviations(self.chance) * (self.roundoff * math.sqrt(self.num_parameters) + wide * math.sqrt(terms))
-        )
+        self._noise = self._rounding_of(self.roundoff, terms)
+        sums_alone = facts.adds_up and facts.same_parts
+        self._added = self._rounding_of(self._of_sums(facts), terms) if sums_alone else self._noise
         apart = self._weights_apart(facts)
         norm = norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]
         self._carried = self._secant(facts) * apart / norm if norm else 0.0
@@ -101,6 +102,15 @@ class Bounds:
         """Relative, of the objective or of a micro-batch's output."""
         apart = self._carried * (norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]) / abs(value) if value else 0.0
         return max(self._noise, self._of_one_number("loss")) + apart
+
+    def _rounding_of(self, roundoff: float, terms: int) -> float:
+        narrow, wide = roundoff * math.sqrt(self.num_parameters), min(_SINGLE, roundoff) * math.sqrt(terms)
+        return self.lengthened * normal_deviations(self.chance) * (narrow + wide)
+
+    def _of_sums(self, facts: Facts) -> float:
+        """Unit roundoff of the types that the baseline and the candidate hold their gradients in."""
+        held = [one.dtype for step in facts.sides for one in step.phases.get("gradient", {}).values()]
+        return max(map(unit_roundoff, held), default=self.roundoff)
 
     def _weights_apart(self, facts: Facts) -> float:
         """Norm of the difference of all weights before the step.
@@ -207,7 +217,7 @@ class Bounds:
         return (gradient + now) / math.sqrt(moved) if moved else 0.0
 
     def _rounding(self, phase: str, name: str) -> float:
-        return max(self._rerun(phase, name), self._pooled(phase)) or self._noise
+        return max(self._rerun(phase, name), self._pooled(phase)) or self._added
 
     def _rerun(self, phase: str, name: str) -> float:
         """From the runs of the baseline in other orders and precisions; 0 without any."""

@@ -125,6 +125,25 @@ class Facts:
         return bool(self.before) and all(one.same for one in self.before.values())
 
     @cached_property
+    def forwards(self) -> list[Matched]:
+        """Micro-batches that both runs have."""
+        return matched(self.pair)
+
+    @cached_property
+    def same_parts(self) -> bool:
+        """Whether micro-batches' gradients are the baseline's to the bit, so that only their sum may differ.
+
+        Every output is, and what came back to it but for a power of two. The products behind them are the same then.
+        """
+        ones = self.forwards
+        whole = ones and all(len(ones) == num_micro_batches(step) for step in self.sides)
+        return bool(whole) and all(
+            one.output is not None and bool(one.output.same) and one.gradient is not None and one.gradient.rest == 0.0
+            and one.gradient.ratio > 0 and math.frexp(one.gradient.ratio)[0] == 0.5
+            for one in ones
+        )  # fmt: skip
+
+    @cached_property
     def roundoff(self) -> float:
         """Unit roundoff of the narrowest type that either run makes its products in."""
         casts = [micro.autocast for step in self.sides for micros in step.micro_batches for micro in micros if micro.autocast]
@@ -250,7 +269,7 @@ class Case:
     @cached_property
     def forwards(self) -> list[Matched]:
         """Micro-batches of that step that both runs have."""
-        return matched(self.here.pair)
+        return self.here.forwards
 
     @property
     def same_outputs(self) -> bool | None:

@@ -9,7 +9,7 @@ from shardbook.recording.read import Step
 from shardbook.verifying.bounds import Bounds
 from shardbook.verifying.case import Facts
 from shardbook.verifying.closeness import Closeness, together
-from shardbook.verifying.forwards import matched, varies
+from shardbook.verifying.forwards import varies
 from shardbook.verifying.pairing import objective
 from shardbook.verifying.residuals import residuals
 from shardbook.verifying.results import result, size, worst, worst_of
@@ -66,10 +66,10 @@ def _without_told(found: list[PhaseResult]) -> list[PhaseResult]:
     """
     told = [one for one in found if one.exceeds and one.phase == "forward" and one.rank is None and one.parameter is None]
     beyond = [one for one in found if one.exceeds and one not in told]
-    seen = [one for one in found if one.phase in ("forward", "backward") and one.rank is not None]
-    alike = {one.phase for one in seen} == {"forward", "backward"} and not any(one.exceeds for one in seen)
-    weighed_alike = not any(one.exceeds and one.phase == "backward" and one.num_compared == 1 for one in found)
-    if told and (not beyond or (alike and weighed_alike)):
+    outputs = [one for one in found if one.phase == "forward" and one.rank is not None]
+    sent_back = [one for one in found if one.phase == "backward" and one.num_compared == 1]
+    alike = outputs and sent_back and not any(one.exceeds for one in (*outputs, *sent_back))
+    if told and (not beyond or alike):
         return [replace(one, bound=math.inf) if one in told else one for one in found]
     return found
 
@@ -157,7 +157,7 @@ def _forward(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
 def _outputs(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     """Micro-batch by micro-batch: what the model gave, and how the loss weighs it."""
     found: list[PhaseResult] = []
-    ones = matched(facts.pair)
+    ones = facts.forwards
     outputs = [(one.rank, one.output) for one in ones if one.output is not None and one.same_inputs]
     for rank, output in outputs:
         bound = bounds.loss(facts, 1.0)

@@ -12,7 +12,7 @@ from shardbook.verifying.pairing import Pair
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Of the tensor with targets of one micro-batch: all elements, and those that count (that are not negative)."""
+    """Of the tensor with targets of one micro-batch: all elements, and those that count (not negative); rows where no tensor has integers."""
 
     numel: int
     valid: int
@@ -79,4 +79,5 @@ def each_forward(step: Step) -> Iterator[tuple[int, MicroBatch, Counted | None]]
         for place, micro in enumerate(micros):
             facts = micro.inputs if given is None else given[place]
             whole = [Counted(one.numel, one.valid) for one in facts if one.valid is not None]
-            yield rank, micro, min(whole, key=lambda one: one.valid) if whole else None
+            rows = Counted(micro.num_rows, micro.num_rows) if micro.num_rows else None
+            yield rank, micro, min(whole, key=lambda one: one.valid) if whole else rows

@@ -166,8 +166,9 @@ def _padding_in_sum(case: Case, ones: list[Matched]) -> Iterator[Finding]:
     """Losses of ignored places are in it."""
     mine, theirs = (total_weight(step) for step in case.here.sides)
     back, turned = case.sent_back, case.turned
-    if ones and back is not None and turned is not None and case.same_outputs is not False and max(0.02, case.here.near) < turned < 0.75:
-        louder = _louder(case.forwards)
+    louder = _louder(case.forwards)
+    padded = bool(ones) or louder is True
+    if padded and back is not None and turned is not None and case.same_outputs is not False and max(0.02, case.here.near) < turned < 0.9:
         if louder is not False:
             sure = CERTAIN if louder else LIKELY + 0.05 if _more_counted(case) else PLAUSIBLE
             yield Finding(

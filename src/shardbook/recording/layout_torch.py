@@ -30,6 +30,9 @@ class TorchLayout:
             return False
         trainable = [(name, parameter) for name, parameter in self._module_parameters if parameter.requires_grad]
         shapes = [tuple(parameter.shape) for _, parameter in trainable]
+        if len(foreign) == len(held) == len(trainable) and [tuple(parameter.shape) for parameter in foreign] != shapes:
+            trainable = _by_values(trainable, foreign)  # groups may order them in another way than the model does
+            shapes = [tuple(parameter.shape) for _, parameter in trainable]
         if len(foreign) != len(held) or [tuple(parameter.shape) for parameter in foreign] != shapes:
             raise ConfigError(
                 f"record: the optimizer holds a parameter of shape {tuple(foreign[0].shape)} that is not one of the model's, and its "
@@ -84,6 +87,19 @@ class TorchLayout:
         if key not in self._starts:
             self._starts[key] = first_element(name, parameter)
         return Fragment(name, self._starts[key], flat_like(tensor, parameter), tensor._version)
+
+
+def _by_values(trainable: Sequence[tuple[str, Any]], masters: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The model's parameters in the masters' order: of each the first one left of its shape that has its values, once rounded."""
+    left, found = list(trainable), list[tuple[str, Any]]()
+    for master in masters:
+        values = local(master).detach()
+        fits = [one for one in left if one[1].shape == master.shape and bool((values.to(one[1].dtype) == local(one[1]).detach()).all())]
+        if not fits:
+            return list(trainable)
+        found.append(fits[0])
+        left = [one for one in left if one[1] is not fits[0][1]]
+    return found
 
 
 def _check_copies(trainable: Sequence[tuple[str, Any]], masters: Sequence[Any]) -> None:

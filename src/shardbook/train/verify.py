@@ -54,7 +54,7 @@ def verify(
     asked = Asked(steps=steps, precision=precision, units=tuple(units), unfinished=unfinished)
     mine, other = _source(candidate), _source(baseline)
     _check(asked, mine, other, reruns)
-    with _place(folder) as place:
+    with _place(folder, trains=not (_is_written(mine) and _is_written(other))) as place:
         if isinstance(mine, Recipe) and other in (None, mine):
             return against_plain_units(mine, asked, place) if asked.units else against_its_plain_loop(mine, asked, place)
         found = _candidate(mine, asked, place)
@@ -159,8 +159,11 @@ def _num_steps(candidate: Found, baseline: Found, steps: int) -> int:
 
 
 @contextmanager
-def _place(folder: Path | str | None) -> Generator[Path]:
-    """A folder for records: the one that is asked for, or one that goes away. In a process group all ranks have rank 0's."""
+def _place(folder: Path | str | None, *, trains: bool) -> Generator[Path]:
+    """A folder for records: the one that is asked for, or one that goes away.
+
+    In a process group all ranks have rank 0's. Records that are there already any rank may compare by itself.
+    """
     if folder is not None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -170,10 +173,15 @@ def _place(folder: Path | str | None) -> Generator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="shardbook-verify-") as made:
         shared = [made]
-        if _in_group():
+        if trains and _in_group():
             dist.broadcast_object_list(shared)
         yield Path(shared[0])
-        _together(Path())
+        if trains:
+            _together(Path())
+
+
+def _is_written(source: Source | None) -> bool:
+    return isinstance(source, (Record, Path))
 
 
 def _in_group() -> bool:

@@ -77,7 +77,7 @@ class Bounds:
         self._added = self._rounding_of(self._of_sums(facts), terms) if sums_alone else self._noise
         apart = self._weights_apart(facts)
         norm = norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]
-        self._carried = self._secant(facts) * apart / norm if norm else 0.0
+        self._carried = self.lengthened * self._secant(facts) * apart / norm if norm else 0.0
         total = sum(one.numel for one in facts.gradient.values()) or 1
         self._share = norm / math.sqrt(total)
 
@@ -143,7 +143,7 @@ class Bounds:
 
     def systematic(self, error: float) -> float:
         """Of one factor for all parameters, whose standard error is known: a scale is rounded twice at most."""
-        return 2.0 * self.roundoff + 8 * _SINGLE + normal_deviations(self.chance) * error + self._of_one_number("factor")
+        return 2.0 * self.roundoff + 8 * _SINGLE + normal_deviations(self.chance) * error + self._of_one_number("factor") + self._carried
 
     def systematic_update(self, error: float) -> float:
         """Of updates: they are made in the weights' type, of gradients whose own factor is known."""

@@ -87,8 +87,9 @@ class Facts:
 
     @property
     def stepped_alike(self) -> bool:
-        """Whether both optimizers were given the same bits."""
-        return self.pair.complete and bool(self.stepped) and all(one.same for one in self.stepped.values())
+        """Whether both optimizers were given the same bits. A brief step shows that by the weights they leave."""
+        ones = self.stepped if self.pair.complete else self.weight
+        return bool(self.stepped) and bool(ones) and all(one.same for one in ones.values())
 
     @cached_property
     def gradient(self) -> dict[str, Closeness]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardbook.recording.micro_batches import TensorFacts
 from shardbook.recording.read import Step
 from shardbook.verifying.bounds import Bounds
-from shardbook.verifying.case import Facts
+from shardbook.verifying.case import Facts, own_factor
 from shardbook.verifying.closeness import Closeness, together
 from shardbook.verifying.forwards import varies
 from shardbook.verifying.pairing import objective
@@ -185,6 +185,8 @@ def _gradient(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     if facts.stepped_alike:  # what was recorded before is a sum beside a mean, say, or the model's own beside its masters'
         return [PhaseResult(step=facts.number, phase="backward", same_bits=True, num_compared=len(facts.gradient))]
     limits = {name: bounds.gradient(name) for name in facts.gradient}
+    if _recorded_clipped(facts, limits, bounds):
+        return [PhaseResult(step=facts.number, phase="backward", num_compared=len(facts.gradient), same_bits=False)]
     wholes = {name: bounds.whole(one) for name, one in facts.gradient.items()}
     found = [
         *_added_narrow(facts),
@@ -192,6 +194,14 @@ def _gradient(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         *_missing(facts, "gradient", "backward"),
     ]
     return found + _systematic(facts.number, "backward", facts.gradient, limits, bounds.systematic)
+
+
+def _recorded_clipped(facts: Facts, limits: Mapping[str, float], bounds: Bounds) -> bool:
+    """Whether the baseline's gradient was recorded as it is stepped on, clipped already, and the candidate steps on the same."""
+    factor, found = own_factor(facts.pair.baseline), facts.gradients
+    if factor is None or abs(factor - 1.0) > 1e-6 or not facts.stepped or (found is not None and found.rest > facts.near):
+        return False
+    return all(one.apart <= limits.get(name, 0.0) * max(one.other, bounds.whole(one)) for name, one in facts.stepped.items())
 
 
 def _added_narrow(facts: Facts) -> list[PhaseResult]:

@@ -12,7 +12,7 @@ from shardbook.verifying.pairing import Pair
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Of the tensor with targets of one micro-batch: all elements, and those that count (not negative); rows where no tensor has integers."""
+    """Of a micro-batch's tensor with targets: all elements, and those that count (not negative). Rows, where no tensor has integers."""
 
     numel: int
     valid: int

@@ -5,7 +5,7 @@ is divided by to be the objective's.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardbook.recording.format import RecordError
 from shardbook.recording.read import Parameter, Record, Step
@@ -88,7 +88,19 @@ def num_steps(candidate: Record, baseline: Record, steps: int | None) -> int:
 def pairs(candidate: Record, baseline: Record, steps: int) -> Iterator[Pair]:
     """Step by step, the state before the first as number 0."""
     for _, mine, theirs in zip(range(steps + 1), candidate.steps(), baseline.steps(), strict=False):
-        yield Pair(mine, theirs)
+        yield Pair(mine, _alone(theirs) if baseline.engine == "plain" else theirs)
+
+
+def _alone(step: Step) -> Step:
+    """A plain loop that every rank of a group ran over all data, as one: ranks that are given the same are no ranks of one run."""
+    inputs = [tuple(one.hash for micro in micros for one in micro.inputs) for micros in step.micro_batches] or list(step.batches)
+    if len(step.losses) < 2 or not all(inputs) or any(one != inputs[0] for one in inputs) or step.disagreements:
+        return step
+    return replace(
+        step, losses=step.losses[:1], weights=step.weights[:1], batches=step.batches[:1], num_rows=step.num_rows[:1],
+        given=step.given[:1], micro_batches=step.micro_batches[:1], rng=step.rng[:1], rng_before=step.rng_before[:1],
+        rng_forward=step.rng_forward[:1], divisors=step.divisors[:1], divided_by=step.divided_by[:1],
+    )  # fmt: skip
 
 
 def total_weight(step: Step) -> float | None:

@@ -270,7 +270,7 @@ def _update(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         worst(facts.number, "update", different, limits),
         *_systematic(facts.number, "update", different, limits, bounds.systematic_update),
     ]
-    found += [*_half(facts, bounds), *_decay(facts, bounds, different)]
+    found += [*_half(facts, bounds), *_decay(facts, bounds)]
     if not facts.update:  # a brief step: norms of weights, within what updates may have done
         limits = dict.fromkeys(facts.weight, math.inf)
         found = [worst(facts.number, "update", facts.weight, limits)]
@@ -284,20 +284,23 @@ def _half(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
     return results[len(results) // 2 : len(results) // 2 + 1]
 
 
-def _decay(facts: Facts, bounds: Bounds, ones: Mapping[str, Closeness]) -> list[PhaseResult]:
-    """A part of all updates that is a multiple of the weights, seen against the updates."""
-    found = together(residuals(facts, "update").values())
-    weights = math.sqrt(sum(facts.pair.baseline.phases["before"][name].squares for name in ones))
-    updates = math.sqrt(sum(one.other**2 for one in ones.values()))
-    if found is None or not updates:
-        return []
-    per = weights / updates
-    bound = bounds.systematic_update(found.error * per) + 2.0 * bounds.weights_roundoff * per
-    return [
-        PhaseResult(
-            step=facts.number, phase="update", deviation=abs(found.ratio) * per, bound=bound, same_bits=False, num_compared=len(ones)
-        )
-    ]
+def _decay(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
+    """A part of all updates that is a multiple of the weights, seen against the updates: of those that decay, and of all others."""
+    decaying = {name for name, group in facts.settings(1).items() if group.get("weight_decay")}
+    off = residuals(facts, "update")
+    results: list[PhaseResult] = []
+    for names in (decaying & off.keys(), off.keys() - decaying):
+        found = together(off[name] for name in names)
+        weights = math.sqrt(sum(facts.pair.baseline.phases["before"][name].squares for name in names))
+        updates = math.sqrt(sum(facts.update[name].other ** 2 for name in names))
+        if found is not None and updates:
+            per = weights / updates
+            bound = bounds.systematic_update(found.error * per) + 2.0 * bounds.weights_roundoff * per
+            deviation = abs(found.ratio) * per
+            results.append(
+                PhaseResult(step=facts.number, phase="update", deviation=deviation, bound=bound, same_bits=False, num_compared=len(names))
+            )
+    return results
 
 
 def _copies(facts: Facts) -> list[PhaseResult]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardbook.recording.micro_batches import TensorFacts
 from shardbook.recording.read import MicroBatch, Step
 from shardbook.verifying.closeness import Closeness
 from shardbook.verifying.pairing import Pair
@@ -20,17 +21,13 @@ class Counted:
 
 @dataclass(frozen=True)
 class Matched:
-    """One micro-batch that both runs have. ``rank``: the candidate's."""
+    """One micro-batch that both runs have. ``rank``: the candidate's; ``same_inputs``: all of them, targets included where they are known."""
 
     rank: int
     candidate: MicroBatch
     baseline: MicroBatch
     counted: Counted | None
-
-    @property
-    def same_inputs(self) -> bool:
-        """All of them, targets included where the model is given those."""
-        return _key(self.candidate) == _key(self.baseline)
+    same_inputs: bool
 
     @cached_property
     def output(self) -> Closeness | None:
@@ -49,17 +46,43 @@ class Matched:
 
 
 def matched(pair: Pair) -> list[Matched]:
-    """Each of the candidate's once, with one of the baseline's that has the same inputs, else the same first input."""
-    theirs = [(micro, counted) for _, micro, counted in each_forward(pair.baseline)]
+    """Each of the candidate's once, with one of the baseline's that has the same inputs, else the same first input.
+
+    Where both tell what they were given, that counts: one loop may cast before the model is called, the other inside.
+    """
+    steps = pair.candidate, pair.baseline
+    told = [_told(step) for step in steps]
+    by_batch = all(told) and len({_kinds(one) for one in told}) == 1
+    mine, theirs = (
+        [
+            (rank, micro, counted, _hashes(told[side][at]) if by_batch else _key(micro))
+            for at, (rank, micro, counted) in enumerate(each_forward(step))
+        ]
+        for side, step in enumerate(steps)
+    )
     found: list[Matched] = []
-    for rank, micro, counted in each_forward(pair.candidate):
-        place = next((at for at, (other, _) in enumerate(theirs) if _key(other) == _key(micro)), None)
-        if place is None:
-            place = next((at for at, (other, _) in enumerate(theirs) if _key(other)[:1] == _key(micro)[:1] and _key(micro)), None)
+    for rank, micro, counted, key in mine:
+        place = next((at for at, other in enumerate(theirs) if other[3] == key), None)
+        if place is None and key:
+            place = next((at for at, other in enumerate(theirs) if other[3][:1] == key[:1]), None)
         if place is not None:
-            other, known = theirs.pop(place)
-            found.append(Matched(rank, micro, other, known or counted))
+            _, other, known, same = theirs.pop(place)
+            found.append(Matched(rank, micro, other, known or counted, same_inputs=same == key))
     return found
+
+
+def _told(step: Step) -> list[tuple[TensorFacts, ...]]:
+    """What each forward was given, as the loop told it; empty where it didn't tell of each."""
+    each = [(step.given[rank] if rank < len(step.given) else (), micros) for rank, micros in enumerate(step.micro_batches)]
+    return [one for given, _ in each for one in given] if all(len(given) == len(micros) for given, micros in each) else []
+
+
+def _kinds(ones: list[tuple[TensorFacts, ...]]) -> frozenset[tuple[str, ...]]:
+    return frozenset(tuple(one.dtype for one in micro) for micro in ones)
+
+
+def _hashes(facts: tuple[TensorFacts, ...]) -> tuple[int, ...]:
+    return tuple(one.hash for one in facts)
 
 
 def varies(ones: list[float]) -> float:
@@ -69,7 +92,7 @@ def varies(ones: list[float]) -> float:
 
 
 def _key(micro: MicroBatch) -> tuple[int, ...]:
-    return tuple(one.hash for one in micro.inputs)
+    return _hashes(micro.inputs)
 
 
 def each_forward(step: Step) -> Iterator[tuple[int, MicroBatch, Counted | None]]:

@@ -37,7 +37,7 @@ def per_rank(case: Case) -> Iterator[Finding]:
     if (
         active
         and many
-        and found.ratio < 1
+        and found.ratio < 0.99
         and gradient <= clipped * ranks * 1.01
         and both[0] > 1 - _SAME
         and case.same_outputs is not False
@@ -90,7 +90,7 @@ def before_unscale(case: Case) -> Iterator[Finding]:
     if both[1] < 1 - _SAME and (named or power):
         what = named[0] if named else "a power of two, as loss scales are"
         yield Finding(
-            "clip.before_unscale", CERTAIN if power or over > 4 else LIKELY,
+            "clip.before_unscale", CERTAIN if over >= 64 or (named and over > 4) else LIKELY if named else PLAUSIBLE - 0.05,
             f"step {here.number}: what is stepped on has a norm of {mine:.4g}, the limit of {theirs:.4g} divided by {over:.5g} ({what})",
         )  # fmt: skip
     elif both[0] < both[1] - _SAME and over > 1.5:

@@ -269,7 +269,7 @@ def test_not_finite(tmp_path):
 # ---- what is kept -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_thousand_steps_of_a_hundred_parameters_are_under_20_mb(tmp_path):
     """Of two micro-batches each."""
 

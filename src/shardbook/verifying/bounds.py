@@ -12,15 +12,15 @@ The question is asked phase by phase: a fault shows where a phase's outputs are 
   weights (a secant of the run itself), times the distance of the weights.
 * **Updates.** From the same gradients and states: the rounding of the weights, and of the update's own arithmetic. Where gradients
   are apart and the optimizer divides them by their size, an element whose gradient is smaller than the distance may turn over, whatever
-  its size: two units each, so that one parameter's update says nothing. Half of the parameters do (of gradients that are spread evenly
-  around zero a share r turns over, by a Poisson count), and so do one factor for all of them and a part that is a multiple of weights.
+  its size: two units each, so that one parameter's update says nothing. Most of the parameters together do (of gradients that are spread
+  evenly around zero a share r turns over, by a Poisson count), and so do one factor for all and a part that is a multiple of weights.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardbook.recording.prints import NUM_PROJECTIONS
+from shardbook.recording.prints import NUM_PROJECTIONS, Fingerprint
 from shardbook.verifying.case import Facts, norm_of, updates
 from shardbook.verifying.closeness import Closeness, together
 from shardbook.verifying.pairing import Pair
@@ -49,6 +49,7 @@ class Bounds:
     _factor_apart: float = 0.0
     _last_apart: float = 0.0
     _unseen: int = 0
+    _steepest: float = 0.0
     _moved: float = 0.0
     _facts: Facts | None = None
     _noise: float = 0.0
@@ -160,10 +161,19 @@ class Bounds:
         after = facts.pair.baseline.phases["weight"][name]
         if not one.other:  # it stood still: frozen, or without a gradient
             return math.inf if apart else 0.0
-        rounding = 2.0 * unit_roundoff(after.dtype) * after.norm / one.other
-        arithmetic = _UPDATE_ROUNDINGS * max(unit_roundoff(after.dtype), _SINGLE) if after.dtype != "float64" else 2.0**-48
-        carried = apart and 2.0 if not self._linear else 4.0 * apart * max(1.0, self._room(facts, name, one))
-        return rounding + arithmetic + carried
+        carried = self._turning(facts, name, one) if apart and not self._linear else 4.0 * apart * max(1.0, self._room(facts, name, one))
+        return self._arithmetic(after, one) + carried
+
+    @staticmethod
+    def _arithmetic(after: Fingerprint, one: Closeness) -> float:
+        """Rounding of the weights, and of the update on its way."""
+        each = 2.0**-48 if after.dtype == "float64" else _UPDATE_ROUNDINGS * max(unit_roundoff(after.dtype), _SINGLE)
+        return 2.0 * unit_roundoff(after.dtype) * after.norm / one.other + each
+
+    def _turning(self, facts: Facts, name: str, one: Closeness) -> float:
+        """Every element may turn over: by a whole step each, where the baseline's own stood nearly still."""
+        rate = float(facts.settings(1).get(name, {}).get("lr", 0.0))
+        return self.lengthened * max(2.0, 1.0 + rate * math.sqrt(one.numel) / one.other)
 
     def state(self, name: str, one: Closeness, stepped: float) -> float:
         """Relative; moments are sums of gradients and of their squares."""
@@ -171,13 +181,20 @@ class Bounds:
         room = max(1.0, stepped / one.other) if one.other else 1.0
         return 4.0 * apart * room + _UPDATE_ROUNDINGS * _SINGLE
 
-    def turned(self, facts: Facts, name: str, one: Closeness) -> float:
-        """Of an update in which elements turn over as often as gradients that are spread evenly around zero let them."""
-        apart, rounding = self._stepped.get(name, 0.0), self.update(facts, name, one)
-        if apart == 0.0 or self._linear or not one.other:
-            return rounding
-        turned = poisson_quantile(one.numel * apart, self.chance) + 1
-        return min(rounding, rounding - 2.0 + 2.0 * math.sqrt(turned / one.numel) + 2.0 * apart)
+    def most(self, facts: Facts, ones: Mapping[str, Closeness]) -> float:
+        """Of the updates of many parameters together, relative to all of them.
+
+        Elements turn over as often as gradients that are spread evenly around zero let them: a Poisson count.
+        """
+        after = facts.pair.baseline.phases["weight"]
+        whole = math.sqrt(sum(one.other**2 for one in ones.values()))
+        numel = sum(one.numel for one in ones.values())
+        rounding = math.sqrt(sum((self._arithmetic(after[name], one) * one.other) ** 2 for name, one in ones.items() if one.other)) / whole
+        apart = max((self._stepped.get(name, 0.0) for name in ones), default=0.0)
+        if self._linear or not apart:
+            return rounding + 4.0 * apart * max(1.0, *(self._room(facts, name, one) for name, one in ones.items() if one.other))
+        turned = poisson_quantile(sum(one.numel * self._stepped.get(name, 0.0) for name, one in ones.items()), self.chance) + 1
+        return rounding + min(2.0, 2.0 * math.sqrt(turned / numel) + 2.0 * apart)
 
     @property
     def weights_roundoff(self) -> float:
@@ -203,18 +220,15 @@ class Bounds:
         return self._largest.get(name, 0.0) * rate / one.other
 
     def _secant(self, facts: Facts) -> float:
-        """Change of the baseline's gradient per change of its weights, from the step before to this one."""
+        """Change of the baseline's gradient per change of its weights, from one step to the next: the largest that was seen so far."""
         if self._before is None:
             return 0.0
         gradient, pair = self._before
         now = norm_of(facts.pair.baseline.phases.get("gradient", {})) / facts.divisors[1]
-        before, after = pair.baseline.phases.get("before", {}), pair.baseline.phases.get("weight", {})
-        moved = 0.0
-        for name, fingerprint in after.items():
-            mine, theirs = fingerprint.projections, before[name].projections if name in before else None
-            if mine is not None and theirs is not None:
-                moved += sum((x - y) ** 2 for x, y in zip(mine, theirs, strict=True)) / len(mine)
-        return (gradient + now) / math.sqrt(moved) if moved else 0.0
+        moved = math.sqrt(sum(sum(one * one for one in update) / len(update) for update in updates(pair.baseline).values()))
+        if moved and math.isfinite(gradient + now):
+            self._steepest = max(self._steepest, (gradient + now) / moved)
+        return self._steepest
 
     def _rounding(self, phase: str, name: str) -> float:
         return max(self._rerun(phase, name), self._pooled(phase)) or self._added

@@ -12,7 +12,7 @@ from shardbook.verifying.closeness import Closeness, together
 from shardbook.verifying.forwards import varies
 from shardbook.verifying.pairing import objective
 from shardbook.verifying.residuals import residuals
-from shardbook.verifying.results import result, size, worst, worst_of
+from shardbook.verifying.results import result, worst, worst_of
 from shardbook.verifying.settings import compare_settings
 from shardbook.verifying.statistics import unit_roundoff
 from shardbook.verifying.verdict import Phase, PhaseResult
@@ -96,7 +96,8 @@ def data_of(facts: Facts, side: int) -> tuple[int, ...]:
     if all(any(one.batches) for one in facts.sides) and _of_one_kind([_given(step) for step in facts.sides]):
         found += (facts.sides[side].data,)
     inputs = [[micro.inputs for micros in step.micro_batches for micro in micros] for step in facts.sides]
-    if _of_one_kind(inputs):
+    seen = [sum(micro.num_rows or 0 for micros in step.micro_batches for micro in micros) for step in facts.sides]
+    if _of_one_kind(inputs) and (not found or seen[0] == seen[1]):  # else another module, a copy of this one, saw the rest
         places = min(len(one) for each in inputs for one in each)
         found += tuple(sum(one[place].hash for one in inputs[side]) % 2**64 for place in range(places))
     return found
@@ -270,18 +271,25 @@ def _update(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
         worst(facts.number, "update", different, limits),
         *_systematic(facts.number, "update", different, limits, bounds.systematic_update),
     ]
-    found += [*_half(facts, bounds), *_decay(facts, bounds)]
+    found += [*_most(facts, bounds), *_decay(facts, bounds)]
     if not facts.update:  # a brief step: norms of weights, within what updates may have done
         limits = dict.fromkeys(facts.weight, math.inf)
         found = [worst(facts.number, "update", facts.weight, limits)]
     return found
 
 
-def _half(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
-    """The parameter in the middle: rounding may turn all of a few parameters' updates over, and a few elements of all parameters."""
-    ones = {name: replace(one, same=facts.weight[name].same and facts.before[name].same) for name, one in facts.update.items()}
-    results = sorted((result(facts.number, "update", name, one, bounds.turned(facts, name, one)) for name, one in ones.items()), key=size)
-    return results[len(results) // 2 : len(results) // 2 + 1]
+def _most(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
+    """All but the worst quarter of the parameters together: rounding may turn all of a few over, and a few elements of all."""
+    ones = {name: one for name, one in facts.update.items() if one.other}
+    kept = sorted(ones, key=lambda name: ones[name].distance)[: max(1, len(ones) * 3 // 4)]
+    chosen = {name: ones[name] for name in kept}
+    whole = math.sqrt(sum(one.other**2 for one in chosen.values()))
+    apart = [one.apart for name, one in chosen.items() if not (facts.weight[name].same and facts.before[name].same)]
+    if not whole or not apart:
+        return []
+    deviation = math.sqrt(sum(one * one for one in apart)) / whole
+    bound = bounds.most(facts, chosen)
+    return [PhaseResult(step=facts.number, phase="update", deviation=deviation, bound=bound, same_bits=False, num_compared=len(chosen))]
 
 
 def _decay(facts: Facts, bounds: Bounds) -> list[PhaseResult]:
@@ -342,5 +350,6 @@ def _buffers(facts: Facts) -> list[PhaseResult]:
     for name in theirs:
         for a, b in list(zip(mine.get(name, ()), theirs[name], strict=False))[:alike]:
             one = Closeness.of(a.fingerprint, b.fingerprint)
-            results.append(result(facts.number, "state", name, one, 0.0 if facts.number == 0 or facts.same_before() else math.inf, a.rank))
+            exact = "float" not in b.fingerprint.dtype or facts.number == 0 or facts.same_before()  # counts don't follow from weights
+            results.append(result(facts.number, "state", name, one, 0.0 if exact else math.inf, a.rank))
     return worst_of(results)

@@ -21,7 +21,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Matched:
-    """One micro-batch that both runs have. ``rank``: the candidate's; ``same_inputs``: all of them, targets included where they are known."""
+    """A micro-batch that both runs have. ``rank``: the candidate's; ``same_inputs``: of all, targets too where those are known."""
 
     rank: int
     candidate: MicroBatch

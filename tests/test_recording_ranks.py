@@ -322,7 +322,7 @@ def zoo_under_shardbook(folder: str, entries: list[str], stage: int, precision: 
 AWKWARD = ["tied", "frozen", "odd_shapes", "used_on_some_ranks", "integer_weights"]
 
 
-@pytest.mark.parametrize("stage, precision", [(3, "bf16"), (0, "fp32")])
+@pytest.mark.parametrize("stage, precision", [pytest.param(3, "bf16", marks=pytest.mark.full), (0, "fp32")])
 def test_awkward_models_are_recorded_in_full_and_left_alone(stage, precision):
     recorded_and_left_alone(AWKWARD, stage, precision)
 

@@ -6,7 +6,7 @@ from benchmarks.evidence_verify import CASES
 from benchmarks.verify_cases import draw
 from benchmarks.verify_loops import run
 
-FEW = (4, 30)
+FEW = (4, 58)
 
 
 @pytest.mark.ranks

@@ -128,7 +128,7 @@ def faults(_: int) -> Section:
     section = Section(title="Faults")
     every = mutations.every()
     section.text += prose(
-        f"{len(every)} faults put into right loops for real (`tests/mutations*.py`): in a plain loop, on ranks that reduce by hand, under",
+        f"{len(every)} faults put into right loops for real (`tests/mutations.py`): in a plain loop, on ranks that reduce by hand, under",
         "DDP and inside of shardbook. *Named* counts those whose rule is the first in the verdict's ranking; 3 steps each.",
     )
     found = [Found(mutation=one, verdict=verify_mutations.verdict_of(one)) for one in every]

@@ -19,6 +19,8 @@ from shardbook.verifying.callables import RERUNS, baseline_reruns, record_of
 from shardbook.verifying.reorder import REORDERED, Shuffle
 from tests import ranks
 
+pytestmark = pytest.mark.full
+
 MODES: dict[str, Callable[[], AbstractContextManager]] = dict(RERUNS)
 
 

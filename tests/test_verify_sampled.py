@@ -20,6 +20,8 @@ from shardbook.verifying.judge import judge
 from tests import faults, ranks
 from tests.test_verify_recipe import CPU, STEPS, recipe_of, text
 
+pytestmark = pytest.mark.full
+
 __all__ = ["text"]  # a fixture
 
 

@@ -18,6 +18,7 @@ SAMPLE = (
     "weight.mean_of_means/plain/MeanOfMeans/seed15",
     "scale.micro_batches_missing/shardbook/MicroMissing/seed12",
     "schedule.offset/shardbook/ScheduledFirst/seed11",
+    "optimizer.eps/shardbook/ByHand(('eps', 0.001))/seed13",  # found by most of the updates together, and by nothing else
     "data.micro_batch_dropped/plain/DroppedSeen(1)/seed14",
     "clip.per_rank/shardbook/ClipsOwnPieces/seed44",
     "decay.twice/plain/DecayedByHand/seed18",

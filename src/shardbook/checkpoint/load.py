@@ -7,7 +7,7 @@ alternative, a second copy in memory until all is checked, costs what ZeRO saves
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.folder import find
 from shardbook.checkpoint.manifest import Manifest
 from shardbook.checkpoint.plain import decoded
-from shardbook.checkpoint.read import Reader
+from shardbook.checkpoint.read import Reader, open_checkpoint
 from shardbook.checkpoint.save import persistent_buffers, schedulers_of
 from shardbook.checkpoint.write import BLOCK_NBYTES
 from shardbook.engine.engine import Engine
@@ -95,8 +95,7 @@ def _find(ranks: Ranks, path: Path) -> Path:
 
 def _prepare(engine: Engine, ranks: Ranks, folder: Path, allowed: Allowed, schedulers: Sequence[Any]) -> tuple[Reader, Plan]:
     """Read the manifest, compare, and verify every byte that this rank will need."""
-    found = manifest.read(folder)
-    reader = Reader(folder, found)
+    found, reader = open_checkpoint(folder)
     try:
         for file in found.files:
             reader.check_file(file)
@@ -177,22 +176,35 @@ def _schedulers(engine: Engine, found: Manifest, given: Sequence[Any], findings:
 
 
 def _plain(engine: Engine, found: Manifest, matches: Sequence[int | None], pairs: Sequence[tuple[Any, Any]]) -> Plain:
-    optimizer = found.content["optimizer"]
-    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
-    rng = [decoded(state) for state in found.content["rng"]]
+    optimizer, scale = found.content["optimizer"], found.content["loss_scale"]
+    here = [] if engine.optimizer is None else engine.optimizer.param_groups
+    options = [None if match is None else _mapping(optimizer["groups"][match]["options"]) for match in matches]
+    scalars = {} if optimizer is None else _mapping(optimizer["scalars"])
+    rng = [_mapping(state) for state in found.content["rng"]]
     for state in rng:
         chance.check(state)
+    kinds = None if scale is None else [type(scale[key]) for key in ("value", "dynamic", "num_good")]
+    if type(found.step) is not int or kinds not in (None, [float, bool, int]):
+        raise TypeError(f"step is {found.step!r}, loss_scale {scale!r}")
     return Plain(
-        extra=decoded(found.content["extra"]),
+        extra=_mapping(found.content["extra"]),
         schedulers=pairs,
-        groups=[
-            (group, decoded(optimizer["groups"][match]["options"]))
-            for group, match in zip(groups, matches, strict=True)
-            if match is not None
-        ],
-        scalars={} if optimizer is None else decoded(optimizer["scalars"]),
+        groups=[(group, values) for group, values in zip(here, options, strict=True) if values is not None],
+        scalars={name: _mapping(values) for name, values in scalars.items()},
         rng=rng,
     )
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Plain data that must be a dictionary.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    found = decoded(value)
+    if not isinstance(found, dict):
+        raise TypeError(f"{str(found)[:60]} in the place of a dictionary")
+    return cast(dict[str, Any], found)
 
 
 def _verify(reader: Reader, plan: Plan) -> None:
@@ -262,7 +274,7 @@ def _states(engine: Engine, reader: Reader, plan: Plan, staging: Tensor) -> dict
             continue
         state = {key: _scalar(key, value, piece, groups[id(piece.parameter)]) for key, value in (scalars or {}).items()}
         for what, code in types.items():
-            state[what] = _room(before.pop(what, None), piece, plan.manifest.parameters[piece.member.name]["weight"], code)
+            state[what] = _room(before.pop(what, None), piece, reader.stored(WEIGHT, piece.member.name)[0].dtype, code)
             _fill(reader, Place(what, piece.member.name, piece.span.start, (state[what],)), staging)
         found[piece.parameter] = state
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardbook.checkpoint import manifest
 from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.manifest import Manifest, Stored, StoredFile, check_file
@@ -34,19 +35,19 @@ class Range:
 class Reader:
     """The files of one checkpoint. Each is held against the manifest before the first byte of it is used."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self._block_nbytes = folder, int(manifest.content["block_nbytes"])
+    def __init__(self, folder: Path, found: Manifest) -> None:
+        self.folder, self._block_nbytes = folder, int(found.content["block_nbytes"])
         if not 1 <= self._block_nbytes <= 1 << 30:
             raise CheckpointError(f"{folder}: block_nbytes is {self._block_nbytes}; 1 to 2^30 is allowed: written by no shardbook")
         self._open: OrderedDict[str, int] = OrderedDict()
         self._identities: dict[str, _Identity] = {}
         self._verified: set[tuple[str, int, int]] = set()
         self._places: dict[tuple[str, str], list[tuple[StoredFile, Stored]]] = {}
-        for file in manifest.files:
+        for file in found.files:
             for stored in file.tensors:
                 self._places.setdefault((stored.what, stored.name), []).append((file, stored))
-        for found in self._places.values():
-            found.sort(key=lambda pair: pair[1].start)
+        for places in self._places.values():
+            places.sort(key=lambda pair: pair[1].start)
 
     def close(self) -> None:
         while self._open:
@@ -166,3 +167,16 @@ class Reader:
         self._read(file, memoryview(header), 0)
         if zlib.crc32(header) != file.header_crc32 or self._identities[file.name][1] != file.nbytes:
             raise CheckpointError(f"{path}: its header is not the one that was written: another file, or damaged")
+
+
+def open_checkpoint(folder: Path) -> tuple[Manifest, Reader]:
+    """The manifest, and a reader of the files; nothing of the files is checked yet.
+
+    Raises:
+        CheckpointError: the manifest can't be read, or is damaged.
+    """
+    found = manifest.read(folder)
+    try:
+        return found, Reader(folder, found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / manifest.NAME}: a field is missing or of another kind ({error!r})") from error

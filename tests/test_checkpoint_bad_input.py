@@ -369,6 +369,18 @@ def test_what_a_crash_left_is_cleared_away(tmp_path: Path):
     engine.close()
 
 
+def test_what_a_crash_left_under_another_number_is_cleared_away(tmp_path: Path):
+    engine = build(HERE)
+    for name in ("step-4", "step-5", "other-1"):
+        (around(tmp_path / name) / "0123").mkdir(parents=True)
+    lock = Lock(around(tmp_path / "step-5") / "lock")
+    engine.save(tmp_path / "step-6")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other-1.writing", ".step-5.writing", "step-6"]
+    assert (around(tmp_path / "step-5") / "0123").is_dir()
+    lock.release()
+    engine.close()
+
+
 def test_a_crash_between_the_two_renames_of_a_replacement(tmp_path: Path):
     engine = build(HERE)
     path = engine.save(tmp_path / "c", extra={"which": "old"})

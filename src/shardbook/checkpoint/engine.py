@@ -6,6 +6,7 @@ from typing import Any
 
 from shardbook.checkpoint import load, save
 from shardbook.checkpoint.compare import Allowed
+from shardbook.checkpoint.plan import Asked
 from shardbook.engine import engine
 
 
@@ -55,4 +56,5 @@ class Engine(engine.Engine):
             UsageError: in the middle of a step, or inside ``engine.gathered``.
         """
         with self._doing("load"):
-            return load.load(self, Path(path), Allowed(missing=allow_missing, unexpected=allow_unexpected), schedulers)
+            allowed = Allowed(missing=allow_missing, unexpected=allow_unexpected)
+            return load.load(self, Path(path), Asked(allowed=allowed, schedulers=schedulers))

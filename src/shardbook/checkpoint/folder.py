@@ -74,6 +74,7 @@ class Place:
         self.folder = self._around / token
         if path.exists() and not is_checkpoint(path):
             raise CheckpointError(f"{path}: exists and is no checkpoint; nothing is overwritten that isn't one: choose another path")
+        _clear_series(path)
         self._around.mkdir(parents=True, exist_ok=True)
         self._lock = Lock(self._around / "lock")
         recover(path)
@@ -127,6 +128,19 @@ def _recover_unless_in_use(path: Path) -> None:
             lock = Lock(around(path) / "lock")
             recover(path)
             lock.release()
+
+
+def _clear_series(path: Path) -> None:
+    """Rubbish of saves of this series that ended by a crash, and are never tried again under their name."""
+    for found in list(path.parent.glob(".*.writing")) if path.parent.is_dir() else []:
+        name = found.name.removeprefix(".").removesuffix(".writing")
+        if name != path.name and _pattern(name) == _pattern(path.name):
+            with contextlib.suppress(CheckpointError, FileNotFoundError):
+                lock = Lock(found / "lock")  # another run may be at work there
+                recover(path.parent / name)
+                _clear(found)
+                lock.release()
+                found.rmdir()
 
 
 def series(path: Path) -> list[Path]:

@@ -1,9 +1,11 @@
 """Reads ranges of a checkpoint's files: what is stored where, whether it is what was written, and its bytes into tensors."""
 
 import os
+import threading
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +21,8 @@ from shardbook.checkpoint.safetensors import ITEMSIZE, read_header
 from shardbook.checkpoint.write import bytes_of
 
 _MAX_OPEN = 64
+_MAX_PENDING = 4  # blocks
+_WORTH_A_THREAD = 1 << 18  # bytes
 _Identity = tuple[int, int, int]
 
 
@@ -31,17 +35,27 @@ class Range:
     start: int
     stop: int
 
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """By which ranges come in the order of the bytes."""
+        return self.file.name, self.stored.begin + self.start * ITEMSIZE[self.stored.dtype]
+
 
 class Reader:
     """The files of one checkpoint. Each is held against the manifest before the first byte of it is used."""
 
     def __init__(self, folder: Path, found: Manifest) -> None:
-        self.folder, self._block_nbytes = folder, int(found.content["block_nbytes"])
+        self.folder, self.manifest, self._block_nbytes = folder, found, int(found.content["block_nbytes"])
         if not 1 <= self._block_nbytes <= 1 << 30:
             raise CheckpointError(f"{folder}: block_nbytes is {self._block_nbytes}; 1 to 2^30 is allowed: written by no shardbook")
         self._open: OrderedDict[str, int] = OrderedDict()
         self._identities: dict[str, _Identity] = {}
         self._verified: set[tuple[str, int, int]] = set()
+        self._pool, self._pending, self._local = ThreadPoolExecutor(2, "checkpoint"), deque[Future[None]](), threading.local()
         self._places: dict[tuple[str, str], list[tuple[StoredFile, Stored]]] = {}
         for file in found.files:
             for stored in file.tensors:
@@ -50,6 +64,7 @@ class Reader:
             places.sort(key=lambda pair: pair[1].start)
 
     def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -59,6 +74,13 @@ class Reader:
 
     def stored(self, what: str, name: str) -> list[Stored]:
         return [stored for _, stored in self._places.get((what, name), ())]
+
+    def whole(self, what: str, name: str, start: int) -> Range | None:
+        """The stored tensor that begins with element ``start``."""
+        for file, stored in self._places.get((what, name), ()):
+            if stored.start == start:
+                return Range(file, stored, 0, stored.numel)
+        return None
 
     def check_complete(self, what: str, name: str, numel: int) -> None:
         """The stored pieces of a parameter follow each other without gap or overlap, in one type.
@@ -88,38 +110,63 @@ class Reader:
                 yield Range(file, stored, first - stored.start, end - stored.start)
 
     def verify(self, wanted: Range) -> None:
-        """Every block that the range touches has the checksum it was written with.
+        """Look whether every block that the range touches has the checksum it was written with; :meth:`drain` tells.
+
+        Reading and adding up go on in two threads, as each takes about as long as the other.
 
         Raises:
-            CheckpointError: one has not; the message names tensor and file.
+            CheckpointError: a block of this or of an earlier range has not; the message names tensor and file.
         """
         stored, width = wanted.stored, ITEMSIZE[wanted.stored.dtype]
-        nbytes = stored.end - stored.begin
-        if len(stored.crc32) != -(-nbytes // self._block_nbytes):
+        if len(stored.crc32) != -(-(stored.end - stored.begin) // self._block_nbytes):
             raise CheckpointError(
                 f"{self.folder / wanted.file.name}: {stored.key!r} has {len(stored.crc32)} checksums, too many or too few"
             )
-        scratch = bytearray(min(self._block_nbytes, nbytes))
         for block in range(wanted.start * width // self._block_nbytes, -(-wanted.stop * width // self._block_nbytes)):
             mark = (wanted.file.name, stored.begin, block)
-            if mark in self._verified:
-                continue
-            begin = stored.begin + block * self._block_nbytes
-            view = memoryview(scratch)[: min(stored.end - begin, self._block_nbytes)]
-            self._read(wanted.file, view, begin)
-            if zlib.crc32(view) != stored.crc32[block]:
-                raise CheckpointError(
-                    f"{self.folder / wanted.file.name}: {stored.what} of {stored.name!r} is damaged near byte {begin}: other bytes than "
-                    f"were written; take another checkpoint, or copy this one again"
-                )
-            self._verified.add(mark)
+            if mark not in self._verified:
+                self._verified.add(mark)
+                self._descriptor(wanted.file)
+                self._pending.append(self._pool.submit(self._check_block, wanted, block))
+            if len(self._pending) > _MAX_PENDING:
+                self._pending.popleft().result()
+
+    def drain(self) -> None:
+        """Wait for what :meth:`verify` has begun.
+
+        Raises:
+            CheckpointError: as :meth:`verify`.
+        """
+        while self._pending:
+            self._pending.popleft().result()
+
+    def _check_block(self, wanted: Range, block: int) -> None:
+        stored = wanted.stored
+        begin = stored.begin + block * self._block_nbytes
+        nbytes = min(stored.end - begin, self._block_nbytes)
+        if len(getattr(self._local, "scratch", b"")) < nbytes:
+            self._local.scratch = bytearray(nbytes)
+        view = memoryview(self._local.scratch)[:nbytes]
+        self._read(wanted.file, view, begin)
+        if zlib.crc32(view) != stored.crc32[block]:
+            raise CheckpointError(
+                f"{self.folder / wanted.file.name}: {stored.what} of {stored.name!r} is damaged near byte {begin}: other bytes than "
+                f"were written; take another checkpoint, or copy this one again"
+            )
 
     def fill(self, wanted: Range, targets: tuple[Tensor, ...], through: torch.dtype | None, staging: Tensor) -> None:
-        """The elements of a range into ``targets[0]``, and from each target into the next. ``staging``: bytes on the host."""
+        """The elements of a range into ``targets[0]``, and from each target into the next; complete after :meth:`drain`.
+
+        ``staging``: bytes on the host, for values that change their type or go to a device.
+        """
         dtype, first = TYPES[wanted.stored.dtype], targets[0]
         begin = wanted.stored.begin + wanted.start * dtype.itemsize
         if first.dtype == dtype and first.device.type == "cpu" and first.is_contiguous() and through in (None, dtype):
-            self._read(wanted.file, bytes_of(first), begin)
+            if len(targets) == 1 and first.numel() * dtype.itemsize >= _WORTH_A_THREAD:
+                self._descriptor(wanted.file)
+                self._pending.append(self._pool.submit(self._read, wanted.file, bytes_of(first), begin))
+            else:
+                self._read(wanted.file, bytes_of(first), begin)
         else:
             step = staging.numel() // dtype.itemsize
             for at in range(0, first.numel(), step):
@@ -132,7 +179,7 @@ class Reader:
             target.copy_(source)
 
     def _read(self, file: StoredFile, into: memoryview, offset: int) -> None:
-        descriptor = self._descriptor(file)
+        descriptor = self._open[file.name] if file.name in self._open else self._descriptor(file)
         while into:
             count = os.preadv(descriptor, [into], offset)
             if not count:
@@ -150,7 +197,9 @@ class Reader:
         except OSError as error:
             raise CheckpointError(f"{path}: can't be read ({error.strerror}); the checkpoint is incomplete: copy it again") from error
         self._open[file.name] = descriptor
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         if len(self._open) > _MAX_OPEN:
+            self.drain()  # a thread may be reading what is closed now
             os.close(self._open.popitem(last=False)[1])
         status = os.fstat(descriptor)
         identity = (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -169,14 +218,14 @@ class Reader:
             raise CheckpointError(f"{path}: its header is not the one that was written: another file, or damaged")
 
 
-def open_checkpoint(folder: Path) -> tuple[Manifest, Reader]:
-    """The manifest, and a reader of the files; nothing of the files is checked yet.
+def open_checkpoint(folder: Path) -> Reader:
+    """A reader of the files of a checkpoint, of which nothing but the manifest is checked yet.
 
     Raises:
         CheckpointError: the manifest can't be read, or is damaged.
     """
     found = manifest.read(folder)
     try:
-        return found, Reader(folder, found)
+        return Reader(folder, found)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / manifest.NAME}: a field is missing or of another kind ({error!r})") from error

@@ -5,7 +5,6 @@ from math import prod
 from pathlib import Path
 
 from shardbook.checkpoint.errors import CheckpointError
-from shardbook.checkpoint.manifest import Manifest
 from shardbook.checkpoint.read import Range, Reader, open_checkpoint
 from shardbook.engine.state import WEIGHT
 
@@ -13,19 +12,19 @@ from shardbook.engine.state import WEIGHT
 def faults(folder: Path) -> Iterator[str]:
     """Everything that is wrong with a checkpoint, in the order in which it is found; nothing where all is as it was written."""
     try:
-        found, reader = open_checkpoint(folder)
+        reader = open_checkpoint(folder)
     except CheckpointError as error:
         yield str(error)
         return
     try:
-        yield from _of_files(reader, found)
-        yield from _of_parameters(reader, found)
+        yield from _of_files(reader)
+        yield from _of_parameters(reader)
     finally:
         reader.close()
 
 
-def _of_files(reader: Reader, found: Manifest) -> Iterator[str]:
-    for file in found.files:
+def _of_files(reader: Reader) -> Iterator[str]:
+    for file in reader.manifest.files:
         try:
             reader.check_file(file)
         except CheckpointError as error:
@@ -34,12 +33,13 @@ def _of_files(reader: Reader, found: Manifest) -> Iterator[str]:
         for stored in file.tensors:
             try:
                 reader.verify(Range(file, stored, 0, stored.numel))
+                reader.drain()
             except CheckpointError as error:
                 yield str(error)
 
 
-def _of_parameters(reader: Reader, found: Manifest) -> Iterator[str]:
-    for name, parameter in found.parameters.items():
+def _of_parameters(reader: Reader) -> Iterator[str]:
+    for name, parameter in reader.manifest.parameters.items():
         numel = prod(parameter["shape"])
         for what in sorted({WEIGHT, *reader.kinds(name)}) if numel else ():
             try:

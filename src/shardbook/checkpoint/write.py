@@ -4,6 +4,7 @@ import ctypes
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from shardbook.checkpoint.safetensors import Entry, packed_header
 
 BLOCK_NBYTES = 4 << 20
 """Bytes that one checksum stands for: what is read at once, and at most read too much at each end of a range."""
+
+
+_WORTH_A_THREAD = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +45,31 @@ def write_file(path: Path, items: Sequence[Item]) -> StoredFile:
     header, entries = packed_header(
         [Entry(item.key, CODES[item.tensor.dtype], (item.tensor.numel(),)) for item in items], {"format": "pt", "writer": "shardbook"}
     )
-    stored: list[Stored] = []
-    with path.open("xb", buffering=0) as file:
+    with ThreadPoolExecutor(1, "checkpoint") as pool, path.open("xb", buffering=0) as file:
         _write(file.fileno(), memoryview(header))
-        for item, entry in zip(items, entries, strict=True):
-            sums: list[int] = []
-            for block in blocks_of(item.tensor):
-                _write(file.fileno(), block)
-                sums.append(zlib.crc32(block))
-            stored.append(
-                Stored(
-                    key=item.key,
-                    what=item.what,
-                    name=item.name,
-                    start=item.start,
-                    dtype=entry.dtype,
-                    begin=entry.begin,
-                    end=entry.end,
-                    crc32=tuple(sums),
-                )
-            )
+        sums = [tuple(_write_and_sum(pool, file.fileno(), block) for block in blocks_of(item.tensor)) for item in items]
         os.fsync(file.fileno())
         nbytes = file.tell()
-    return StoredFile(path.name, nbytes, len(header), zlib.crc32(header), tuple(stored))
+    stored = tuple(
+        Stored(
+            key=item.key, what=item.what, name=item.name, start=item.start, dtype=entry.dtype, begin=entry.begin, end=entry.end, crc32=of
+        )
+        for item, entry, of in zip(items, entries, sums, strict=True)
+    )
+    return StoredFile(path.name, nbytes, len(header), zlib.crc32(header), stored)
+
+
+def _write_and_sum(pool: ThreadPoolExecutor, descriptor: int, block: memoryview) -> int:
+    """Both at once: each takes about as long as the other, and neither holds the interpreter."""
+    if len(block) < _WORTH_A_THREAD:
+        _write(descriptor, block)
+        return zlib.crc32(block)
+    total = pool.submit(zlib.crc32, block)
+    try:
+        _write(descriptor, block)
+    finally:
+        value = total.result()  # the block's memory must outlive it
+    return value
 
 
 def blocks_of(tensor: Tensor) -> Iterator[memoryview]:

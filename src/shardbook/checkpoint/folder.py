@@ -72,6 +72,7 @@ class Place:
         self._path = path
         self._around = around(path)
         self.folder = self._around / token
+        self._is_open = True
         if path.exists() and not is_checkpoint(path):
             raise CheckpointError(f"{path}: exists and is no checkpoint; nothing is overwritten that isn't one: choose another path")
         _clear_series(path)
@@ -95,9 +96,11 @@ class Place:
 
     def give_up(self) -> None:
         """Clear away what was written so far."""
-        _clear(self._around)
-        self._lock.release()
-        self._around.rmdir()
+        if self._is_open:
+            self._is_open = False
+            _clear(self._around)
+            self._lock.release()
+            self._around.rmdir()
 
     def _prune(self, keep: int) -> None:
         others = [found for found in series(self._path) if found != self._path]

@@ -46,7 +46,7 @@ def write_file(path: Path, items: Sequence[Item]) -> StoredFile:
         [Entry(item.key, CODES[item.tensor.dtype], (item.tensor.numel(),)) for item in items], {"format": "pt", "writer": "shardbook"}
     )
     with ThreadPoolExecutor(1, "checkpoint") as pool, path.open("xb", buffering=0) as file:
-        _write(file.fileno(), memoryview(header))
+        write_bytes(file.fileno(), memoryview(header))
         sums = [tuple(_write_and_sum(pool, file.fileno(), block) for block in blocks_of(item.tensor)) for item in items]
         os.fsync(file.fileno())
         nbytes = file.tell()
@@ -62,11 +62,11 @@ def write_file(path: Path, items: Sequence[Item]) -> StoredFile:
 def _write_and_sum(pool: ThreadPoolExecutor, descriptor: int, block: memoryview) -> int:
     """Both at once: each takes about as long as the other, and neither holds the interpreter."""
     if len(block) < _WORTH_A_THREAD:
-        _write(descriptor, block)
+        write_bytes(descriptor, block)
         return zlib.crc32(block)
     total = pool.submit(zlib.crc32, block)
     try:
-        _write(descriptor, block)
+        write_bytes(descriptor, block)
     finally:
         value = total.result()  # the block's memory must outlive it
     return value
@@ -89,6 +89,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
 
 
-def _write(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def write_bytes(descriptor: int, data: Tensor | memoryview) -> None:
+    """All of the data, however many calls it takes."""
+    left = data if isinstance(data, memoryview) else bytes_of(data)
+    while left:
+        left = left[os.write(descriptor, left) :]

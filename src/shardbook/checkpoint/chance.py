@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def taken(device: torch.device) -> dict[str, Any]:
     """Their states, as plain data. Numpy's only where somebody has loaded it."""
     version, words, gauss = random.getstate()
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, torch.tensor(words), gauss)}
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, _packed(torch.tensor(words)), gauss)}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, value = numpy.random.get_state()
-        state["numpy"] = (str(kind), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(value))
+        state["numpy"] = (str(kind), _packed(torch.from_numpy(keys.astype("int64"))), int(position), int(has_gauss), float(value))
     return state
 
 
@@ -67,9 +68,18 @@ def _restore(state: Mapping[str, Any], device: torch.device) -> None:
 
 def _python(state: Mapping[str, Any]) -> tuple[Any, ...]:
     version, words, gauss = state["python"]
-    return version, tuple(words.tolist()), gauss
+    return version, tuple(_unpacked(words).tolist()), gauss
 
 
 def _numpy(state: Mapping[str, Any]) -> tuple[Any, ...]:
     kind, keys, *rest = state["numpy"]
-    return kind, keys.numpy().astype("uint32"), *rest
+    return kind, _unpacked(keys).numpy().astype("uint32"), *rest
+
+
+def _packed(words: Tensor) -> Tensor:
+    """Unsigned 32-bit words in four bytes each, for which there is no type everywhere."""
+    return words.to(torch.int32)
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    return words.to(torch.int64) & 0xFFFFFFFF

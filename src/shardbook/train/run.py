@@ -8,6 +8,7 @@ from typing import Any
 
 from shardbook.document import RunDocument, write_atomically
 from shardbook.train.devices import choose_device, process_group
+from shardbook.train.keeping import Keeping
 from shardbook.train.loop import open_training
 from shardbook.train.recipe import Recipe, Sourced, build_recipe
 from shardbook.train.settings import RUN_FILE
@@ -30,11 +31,18 @@ def run(recipe: Recipe, world: World, *, as_json: bool) -> int:
     with process_group(world, device) as backend, open_training(recipe, world, device) as training:
         ranks = f"{world.num_ranks} on {device.type}, backend {backend}, started by {world.started_by}"
         reporter.begin({"data": training.text.describe(), "ranks": ranks, "engine": _summary(training.engine.describe())})
+        keeping = Keeping(training)
+        done = keeping.resume()
+        if done >= recipe.run.steps:
+            if world.rank == 0:
+                reporter.say(f"all {done} steps are done already; nothing is left to train")
+            return 0
         training.comparison.start()
         try:
-            with reporter.progress():
-                for step in range(1, recipe.run.steps + 1):
+            with reporter.progress(done):
+                for step in range(done + 1, recipe.run.steps + 1):
                     reporter.step(step, training.step(step), device)
+                    keeping.after(step)
         except Exception:
             if (document := training.document_of_shortage()) is not None:
                 write_atomically(recipe.run.out / RUN_FILE, document.to_json())

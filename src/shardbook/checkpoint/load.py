@@ -79,6 +79,7 @@ def _prepare(engine: Engine, rank: int, folder: Path, asked: Asked) -> tuple[Rea
         for wanted in plan.ranges(reader):
             reader.verify(wanted)
         reader.drain()
+        reader.check_unchanged()
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         reader.close()
         if isinstance(error, CheckpointError):

@@ -201,11 +201,21 @@ class Reader:
         if len(self._open) > _MAX_OPEN:
             self.drain()  # a thread may be reading what is closed now
             os.close(self._open.popitem(last=False)[1])
-        status = os.fstat(descriptor)
-        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+        identity = _identity(os.fstat(descriptor))
         if self._identities.setdefault(file.name, identity) != identity:
             raise CheckpointError(f"{path}: it was changed while it was being read; let nobody write into a finished checkpoint")
         return descriptor
+
+    def check_unchanged(self) -> None:
+        """Nobody has written to the files, or put others in their place, since they were opened.
+
+        Raises:
+            CheckpointError: somebody has.
+        """
+        for name, identity in self._identities.items():
+            path = self.folder / name
+            if not path.exists() or _identity(path.lstat()) != identity:
+                raise CheckpointError(f"{path}: it was changed while it was being read; let nobody write into a finished checkpoint")
 
     def check_file(self, file: StoredFile) -> None:
         """Header, sums and manifest of one file agree."""
@@ -216,6 +226,10 @@ class Reader:
         self._read(file, memoryview(header), 0)
         if zlib.crc32(header) != file.header_crc32 or self._identities[file.name][1] != file.nbytes:
             raise CheckpointError(f"{path}: its header is not the one that was written: another file, or damaged")
+
+
+def _identity(status: os.stat_result) -> _Identity:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def open_checkpoint(folder: Path) -> Reader:

@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.test_train_cli import TINY, shardbook
+from shardbook.checkpoint.verify import faults
+from tests.test_train_cli import TINY, Running, shardbook
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,27 @@ def test_it_goes_on_bit_for_bit(text: Path, tmp_path: Path):
     assert found[:4] == expected[:4]
     assert found[4:] == pytest.approx(expected[4:], rel=1e-5)
     assert found != pytest.approx(expected[4:] + expected[:4], rel=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_sigterm_saves(num_ranks: str, text: Path, tmp_path: Path):
+    options = [*TINY, "--text", str(text), "--out", str(tmp_path / "out"), "--device", "cpu", "--global-batch", "8", "--ranks", num_ranks]
+    with Running([*options, "--save-every", "20", "--keep", "1"]) as running:
+        until = time.monotonic() + 60
+        while not list((tmp_path / "out").glob("checkpoints/step-*")) and time.monotonic() < until:
+            time.sleep(0.01)
+        running.process.send_signal(signal.SIGTERM)
+        _, said = running.process.communicate(timeout=60)
+    assert running.process.returncode == 143
+    (path,) = (tmp_path / "out" / "checkpoints").iterdir()
+    assert list(faults(path)) == []
+    step = int(path.name[5:])
+    assert f"SIGTERM: saved after step {step};" in said
+    again = train(text, tmp_path / "out", "--ranks", num_ranks, "--steps", str(step + 2), "--resume", "auto")
+    assert again.returncode == 0, again.stderr
+    assert len(losses(tmp_path / "out")) == step + 2
 
 
 @pytest.mark.ranks

@@ -4,15 +4,39 @@ They lie in the run's folder, ``checkpoints/step-00000040``. Beside the training
 the data all that says which sequence comes next: how many were used, of which text, in which order.
 """
 
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shardbook.checkpoint.folder import finished
 from shardbook.errors import ConfigError
 from shardbook.train.loop import Training
 
 FOLDER = "checkpoints"
+
+
+@contextmanager
+def asked_to_end(*, saves: bool) -> Generator[Callable[[], bool]]:
+    """Whether SIGTERM has come since: inside, it ends nothing by itself, if the run ``saves``.
+
+    A run that can't be saved ends at once, as before; so does one that is still being built.
+    """
+    seen: list[int] = []
+    if not saves or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    wakeup = signal.set_wakeup_fd(-1)  # what ends the process a second later listens there
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.set_wakeup_fd(wakeup)
 
 
 class Keeping:
@@ -41,12 +65,18 @@ class Keeping:
         training.tell_on(saved["told"])
         return int(saved["step"])
 
-    def after(self, step: int) -> None:
-        """Save, if a checkpoint is due after this step."""
+    def after(self, step: int, *, ends: bool) -> bool:
+        """Save, if a checkpoint is due after this step, or if some rank was asked to end (``ends``); whether the run ends here."""
         every = self._run.save_every
-        if every and (step % every == 0 or step == self._run.steps):
+        if not every:
+            return False
+        transport = self._training.engine.transport
+        flags = transport.exchange(torch.tensor([float(ends)], dtype=torch.float64, device=self._training.device), "the end of a step")
+        ends = bool(flags.any())
+        if ends or step % every == 0 or step == self._run.steps:
             extra = {"step": step, "data": self._data(step), "told": self._training.told()}
             self._training.engine.save(self._folder / f"step-{step:08d}", extra=extra, keep=self._run.keep)
+        return ends
 
     def _chosen(self) -> Path | None:
         if self._run.resume is None:

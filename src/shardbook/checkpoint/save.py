@@ -7,6 +7,7 @@ import os
 import secrets
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -57,8 +58,9 @@ def save(engine: Engine, path: Path, given: Given) -> Path:
                 _write_manifest(folder, content, ranks.num_ranks)
                 place.publish(keep=given.keep)
     except BaseException:
-        if place is not None and folder.exists():
-            place.give_up()
+        if place is not None:
+            with suppress(OSError):
+                place.give_up()
         raise
     return path
 

@@ -7,7 +7,7 @@ PEERS := .venv-peers/bin
 PEERS_STAMP := .venv-peers/.installed
 PEER_PINS := -c constraints.txt -c benchmarks/constraints-peers.txt
 
-.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books evidence-forecast evidence-simulation evidence-verify clean
+.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books evidence-forecast evidence-simulation evidence-verify evidence-checkpoints clean
 
 help:
 	@echo "make demo               train a small decoder on real text: two ranks, ZeRO-3, a plain loop beside it"
@@ -21,6 +21,7 @@ help:
 	@echo "make evidence-forecast  the same of forecasts, beside measured steps, published measurements and other estimators"
 	@echo "make evidence-simulation  both witnesses beside measured steps, FSDP2 and DDP too, and what a simulation costs; writes docs/accuracy.md"
 	@echo "make evidence-verify    200 right configurations, faults put in for real, DeepSpeed (after make peers), and what a record costs"
+	@echo "make evidence-checkpoints  throughput of saves and loads beside plain writing and reading, 50 kills, 1,000 corruptions"
 
 setup: $(STAMP)
 
@@ -77,6 +78,9 @@ evidence-simulation: $(STAMP)
 
 evidence-verify: $(STAMP)
 	$(BIN)/python -m benchmarks.evidence_verify
+
+evidence-checkpoints: $(STAMP)
+	$(BIN)/python -m benchmarks.evidence_checkpoints --long
 
 clean:
 	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis build dist

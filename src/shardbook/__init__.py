@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardbook.checkpoint.engine import Engine
+    from shardbook.checkpoint.errors import CheckpointError
     from shardbook.config import Offload, Precision, Prefetch, Recompute, ZeroConfig
     from shardbook.document import RunDocument
-    from shardbook.engine.engine import Engine
     from shardbook.engine.report import StepReport
     from shardbook.errors import BudgetError
     from shardbook.forecasting.choices import Choices
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "RULES",
     "BudgetError",
+    "CheckpointError",
     "Choices",
     "Convention",
     "Engine",
@@ -64,7 +66,8 @@ _HOMES = {
     "BudgetError": "shardbook.errors",
     "Choices": "shardbook.forecasting.choices",
     "Convention": "shardbook.forecasting.conventions",
-    "Engine": "shardbook.engine.engine",
+    "CheckpointError": "shardbook.checkpoint.errors",
+    "Engine": "shardbook.checkpoint.engine",
     "Forecast": "shardbook.forecasting.result",
     "Ledger": "shardbook.ledger.ledger",
     "Measurement": "shardbook.ledger.measurement",

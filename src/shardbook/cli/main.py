@@ -12,6 +12,7 @@ from typing import Any
 
 import tyro
 
+from shardbook.cli.checkpoint import checkpoint
 from shardbook.cli.doctor import doctor
 from shardbook.cli.explore import explore
 from shardbook.cli.forecast import forecast
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": verify,
     "measure": measure,
     "report": report,
+    "checkpoint": checkpoint,
     "explore": explore,
     "doctor": doctor,
 }

@@ -60,6 +60,9 @@ _NAMES: Mapping[str, str] = {
     "port": "run.port",
     "device": "run.device",
     "budget": "run.budget",
+    "save_every": "run.save_every",
+    "keep": "run.keep",
+    "resume": "run.resume",
 }
 """Option to the dotted name of the recipe's value that it sets."""
 
@@ -97,6 +100,9 @@ class TrainOptions:
     port: Annotated[int | None, _option("run.port", "of the ranks' rendezvous (default: a free one)", "PORT")] = None
     device: Annotated[str | None, _option("run.device", "auto, cpu or cuda", "NAME")] = None
     budget: Annotated[str | None, _option("", "end the run, and say what was held, when a rank crosses it (default: none)", "8GiB")] = None
+    save_every: Annotated[int | None, _option("run.save_every", "steps from one checkpoint to the next; 0: none", "STEPS")] = None
+    keep: Annotated[int | None, _option("run.keep", "checkpoints that are kept, the last ones", "N")] = None
+    resume: Annotated[str | None, _option("", "go on from a checkpoint; auto: the last in --out, if any (default: begin)", "PATH")] = None
     json: Annotated[bool, _option("", "print run.json on stdout and everything else on stderr", "")] = False
 
     def given(self) -> dict[str, Sourced]:

@@ -7,9 +7,8 @@ full, sends the new values around. This file is the surface; `passes` and `step`
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -260,19 +259,19 @@ class Engine:
         """Units, sizes, types, the group and the orders of use as plain data, which closed forms read."""
         return describe.structure(self._context, self._units, self._passes, has_stepped=self.num_steps > 0)
 
-    def save(self, path: Path, *, extra: Mapping[str, Any] | None = None, schedulers: Sequence[Any] = ()) -> Path:
-        """Not in this version."""
-        raise NotImplementedError(
-            "engine.save: checkpoints are not in this version; engine.state_dict() gives the full parameters on rank 0"
-        )
-
-    def load(
-        self, path: Path, *, schedulers: Sequence[Any] = (), allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = ()
-    ) -> Mapping[str, Any]:
-        """Not in this version."""
-        raise NotImplementedError(
-            "engine.load: checkpoints are not in this version; write values inside engine.gathered(model, write_back=True)"
-        )
+    @contextmanager
+    def _doing(self, activity: str) -> Generator[None]:
+        """For what works on the engine's state from above: events and other ranks are told what goes on, and what ends it."""
+        self._journal.phase = self._watch.activity = activity
+        try:
+            yield
+        except (ConfigError, UsageError):  # all ranks raise it, and can go on
+            raise
+        except BaseException as error:
+            self._watch.raised(error)
+            raise
+        finally:
+            self._journal.phase = self._watch.activity = "idle"
 
     def close(self) -> None:
         """Give back the process group and the watchdog, and take the hooks off the model, whose parameters stay as they are."""

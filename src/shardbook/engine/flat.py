@@ -82,6 +82,11 @@ class Flat:
         self.note_versions()
 
     @property
+    def stays_full(self) -> bool:
+        """Whether the full parameters are here between their uses."""
+        return self._residency.full_parameters
+
+    @property
     def _resting(self) -> Buffer | None:
         """Where this rank's shard rests while the full parameters are away."""
         return self.master if self.shard is None else self.shard

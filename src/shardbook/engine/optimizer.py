@@ -52,6 +52,23 @@ class PieceOptimizer:
         """Whether the optimizer was built on the parameter, trained or not."""
         return id(parameter) in self._groups
 
+    def group_names(self, names: Mapping[int, str]) -> list[list[str]]:
+        """The names of each group's parameters, frozen ones too, by the ids of the model's parameters."""
+        numbers = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
+        found: list[list[str]] = [[] for _ in numbers]
+        for key, group in self._groups.items():
+            if key in names:
+                found[numbers[id(group)]].append(names[key])
+        return found
+
+    def take_state(self, states: Mapping[Any, dict[str, Any]]) -> None:
+        """Go on from these states of pieces; a piece without one begins anew."""
+        state: dict[Any, Any] = self._optimizer.state
+        state.clear()
+        state |= states
+        self._num_states = -1
+        self._book()
+
     def step(self) -> None:
         """One step on all pieces that have a gradient."""
         self._stepping = True

@@ -33,8 +33,8 @@ class Stepper:
         self._transport, self._storage, self._journal = context.transport, context.storage, context.journal
         self._names, self._units, self._pieces, self._passes = tuple(names), tuple(units), pieces, passes
         scale: Any = context.config.effective_loss_scale
-        self._loss_scale = LossScale(2.0**16, dynamic=True) if scale == "dynamic" else LossScale(float(scale), dynamic=False)
-        passes.loss_scale = self._loss_scale.value
+        self.loss_scale = LossScale(2.0**16, dynamic=True) if scale == "dynamic" else LossScale(float(scale), dynamic=False)
+        passes.loss_scale = self.loss_scale.value
 
     def step(self) -> StepReport:
         """Exchange, then scale, step and publish; or skip, on every rank alike, where something is not finite."""
@@ -50,7 +50,7 @@ class Stepper:
 
     def _make_step(self) -> StepReport:
         totals = self._exchange()
-        loss_scale, rates = self._loss_scale.value, self._pieces.learning_rates
+        loss_scale, rates = self.loss_scale.value, self._pieces.learning_rates
         norm, clip_factor, scale = scale_of(totals.raw_norm, totals.weight, loss_scale, self._config.clip_grad_norm)
         nonfinite = None
         if not totals.is_finite:
@@ -61,8 +61,8 @@ class Stepper:
         self._passes.report = report  # there while the optimizer steps: whoever watches that sees what its gradients were divided by
         if totals.is_finite:
             self._step_pieces(scale, totals.has_gradient)
-        self._loss_scale.update(applied=totals.is_finite)
-        self._passes.loss_scale = self._loss_scale.value
+        self.loss_scale.update(applied=totals.is_finite)
+        self._passes.loss_scale = self.loss_scale.value
         return report
 
     @property
@@ -149,17 +149,17 @@ class LossScale:
 
     value: float
     dynamic: bool
-    _num_good: int = 0
+    num_good: int = 0
 
     def update(self, *, applied: bool) -> None:
         if not self.dynamic:
             return
         if not applied:
-            self.value, self._num_good = max(self.value / 2, 2.0**-24), 0
+            self.value, self.num_good = max(self.value / 2, 2.0**-24), 0
             return
-        self._num_good += 1
-        if self._num_good == 2000:
-            self.value, self._num_good = min(self.value * 2, 2.0**24), 0
+        self.num_good += 1
+        if self.num_good == 2000:
+            self.value, self.num_good = min(self.value * 2, 2.0**24), 0
 
 
 def scale_of(raw_norm: float, weight: float, loss_scale: float, clip: float | None) -> tuple[float, float, float]:

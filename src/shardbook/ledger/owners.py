@@ -17,6 +17,7 @@ from shardbook.ledger.allocator import shown
 from shardbook.ledger.items import Items
 from shardbook.ledger.memory import REAL, Memory
 from shardbook.ledger.peers import Holding, engine_of, holdings, module_of
+from shardbook.ledger.peers_shardbook import is_engine
 from shardbook.ledger.places import Places
 from shardbook.ledger.reach import reached
 
@@ -130,7 +131,7 @@ class Owners:
         """A context manager that sends the events of shardbook's own engine, if that is what trains; None: it does not, or not yet."""
         for model in self.models:
             whole = getattr(model, "observe", None)
-            if type(model).__module__ == "shardbook.engine.engine" and whole is not None:
+            if is_engine(model) and whole is not None:
                 return whole(observer)
             for hook in getattr(model, "_forward_pre_hooks", {}).values():
                 found: Any = getattr(hook, "_torchdynamo_orig_callable", hook)

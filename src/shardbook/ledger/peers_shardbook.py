@@ -8,9 +8,14 @@ from torch import nn
 from shardbook.ledger.peers_naming import Found, attribute
 
 
+def is_engine(model: Any) -> bool:
+    """Whether it is shardbook's engine, or built on it."""
+    return any(kind.__module__ == "shardbook.engine.engine" for kind in type(model).__mro__)
+
+
 def passes_of(model: Any) -> Any:
     """What runs the passes of a live engine: ``model`` is the engine, or the module that it trains. None where there is no engine."""
-    if type(model).__module__ == "shardbook.engine.engine":
+    if is_engine(model):
         return getattr(model, "_passes", None)
     if not isinstance(model, nn.Module):
         return None

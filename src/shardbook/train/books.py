@@ -53,7 +53,7 @@ class Books:
             BudgetError: the books would hold more than the budget.
         """
         before = self.sent_nbytes
-        if not self.measures or (number > NUM_MEASURED and self._budget is None):
+        if not self.measures or (len(self._parts) >= NUM_MEASURED and self._budget is None):
             yield
         else:
             engine = self._engine

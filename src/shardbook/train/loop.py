@@ -5,7 +5,7 @@ Every rank runs the same calls; what only rank 0 does (the plain loop, the words
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -88,6 +88,15 @@ class Training:
         if self._replicas is not None and step % self.recipe.run.check_replicas == 0:
             self._replicas.check(step)
         return report
+
+    def told(self) -> dict[str, Any]:
+        """What the run has to tell so far, as plain data: for the one that goes on from here."""
+        return {"losses": self._losses, "skipped": self._skipped, "num_tokens": self._num_tokens, "seconds": self._seconds}
+
+    def tell_on(self, told: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`told`."""
+        self._losses, self._skipped = list(told["losses"]), list(told["skipped"])
+        self._num_tokens, self._seconds = told["num_tokens"], told["seconds"]
 
     @torch.no_grad()
     def validate(self) -> float | None:

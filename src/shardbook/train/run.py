@@ -2,12 +2,14 @@
 
 import logging
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from shardbook.document import RunDocument, write_atomically
 from shardbook.train.devices import choose_device, process_group
+from shardbook.train.keeping import Keeping, asked_to_end
 from shardbook.train.loop import open_training
 from shardbook.train.recipe import Recipe, Sourced, build_recipe
 from shardbook.train.settings import RUN_FILE
@@ -30,11 +32,21 @@ def run(recipe: Recipe, world: World, *, as_json: bool) -> int:
     with process_group(world, device) as backend, open_training(recipe, world, device) as training:
         ranks = f"{world.num_ranks} on {device.type}, backend {backend}, started by {world.started_by}"
         reporter.begin({"data": training.text.describe(), "ranks": ranks, "engine": _summary(training.engine.describe())})
+        keeping = Keeping(training)
+        done = keeping.resume()
+        if done >= recipe.run.steps:
+            if world.rank == 0:
+                reporter.say(f"all {done} steps are done already; nothing is left to train")
+            return 0
         training.comparison.start()
         try:
-            with reporter.progress():
-                for step in range(1, recipe.run.steps + 1):
+            with reporter.progress(done), asked_to_end(saves=recipe.run.save_every > 0) as asked:
+                for step in range(done + 1, recipe.run.steps + 1):
                     reporter.step(step, training.step(step), device)
+                    if keeping.after(step, ends=asked()):
+                        if world.rank == 0:
+                            reporter.say(f"SIGTERM: saved after step {step}; --resume auto goes on from there")
+                        return 128 + signal.SIGTERM
         except Exception:
             if (document := training.document_of_shortage()) is not None:
                 write_atomically(recipe.run.out / RUN_FILE, document.to_json())

@@ -110,6 +110,9 @@ class RunSettings:
         out: folder for ``run.json``.
         port: of the rendezvous on this machine; ``None`` is a free one.
         device: ``"auto"`` is CUDA where every local rank has a device of its own, else the CPU.
+        save_every: steps from one checkpoint to the next, and one after the last step; 0: none.
+        keep: checkpoints that are kept, the last ones.
+        resume: a checkpoint to go on from; ``"auto"``: the last one in ``out``, if there is one. ``None``: begin.
         budget: bytes that a rank's books may hold, as a number or as ``"8GiB"``; more ends the run and says why. ``None``: no limit.
     """
 
@@ -122,6 +125,9 @@ class RunSettings:
     port: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: int | None = None
+    save_every: int = 0
+    keep: int = 2
+    resume: str | None = None
 
     def __post_init__(self) -> None:
         check = Check(self)
@@ -131,7 +137,11 @@ class RunSettings:
         check.integer("check_baseline", least=0, remedy="0 turns the comparison off")
         check.integer("check_replicas", least=0, remedy="0 turns the comparison off")
         check.integer("port", least=1, remedy="leave it out for a free port", optional=True)
+        check.integer("save_every", least=0, remedy="0 saves no checkpoints")
+        check.integer("keep", least=1, remedy="2 is the default")
         check.path("out")
+        if self.resume is not None and not isinstance(self.resume, (str, Path)):
+            check.add("resume", self.resume, 'the path of a checkpoint, or "auto"', "leave it out to begin")
         check.choice("device", ("auto", "cpu", "cuda"))
         if isinstance(self.budget, str) and (nbytes := parse_nbytes(self.budget)) is not None:
             object.__setattr__(self, "budget", nbytes)

@@ -39,7 +39,7 @@ class Reporter:
             self._console.print(f"[bold]{name}[/] {escape(text)}")
 
     @contextmanager
-    def progress(self) -> Generator[None]:
+    def progress(self, done: int = 0) -> Generator[None]:
         """A bar while the block runs, or plain lines where stderr is no terminal."""
         self._last = time.perf_counter()
         if self._silent or not sys.stderr.isatty():
@@ -47,7 +47,7 @@ class Reporter:
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as self._bar:
-            self._bar.add_task("training", total=self._recipe.run.steps)
+            self._bar.add_task("training", total=self._recipe.run.steps, completed=done)
             yield
         self._bar = None
 

@@ -1,0 +1,148 @@
+"""A checkpoint's weights as others load them: safetensors files of whole parameters under the model's names, and an index over them."""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardbook.checkpoint.dtypes import TYPES
+from shardbook.checkpoint.errors import CheckpointError
+from shardbook.checkpoint.folder import Place
+from shardbook.checkpoint.read import Range, Reader, open_checkpoint
+from shardbook.checkpoint.safetensors import Entry, packed_header
+from shardbook.checkpoint.write import write_bytes
+from shardbook.engine.state import WEIGHT
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How to write. ``dtype``: of all floating parameters (a name in the format); None: each in the type it was trained in.
+
+    ``file_nbytes``: no file is larger, unless one parameter alone is.
+    """
+
+    dtype: str | None = None
+    file_nbytes: int = 5 * 10**9
+
+
+def export(folder: Path, to: Path, form: Form) -> list[Path]:
+    """Write all parameters and module buffers (rank 0's) of a checkpoint into a new folder; the files, the index last.
+
+    One parameter at a time is in memory. Every byte that is read is checked. Tied parameters are written once, under their first name.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the folder can't be written.
+    """
+    reader = open_checkpoint(folder)
+    try:
+        for file in reader.manifest.files:
+            reader.check_file(file)
+        groups = _grouped(_entries(reader, form), form.file_nbytes)
+        place = Place(to, secrets.token_hex(8))
+        try:
+            names = _names(len(groups))
+            for name, entries in zip(names, groups, strict=True):
+                _write_file(reader, place.folder / name, entries)
+            if len(groups) > 1:
+                _write_index(place.folder, names, groups)
+                names.append(INDEX)
+            place.publish(keep=None)
+        except BaseException:
+            place.give_up()
+            raise
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder}: a field of the manifest is missing or of another kind ({error!r})") from error
+    except OSError as error:
+        raise CheckpointError(f"{to}: can't be written ({error.strerror}); choose another folder, or free some space") from error
+    finally:
+        reader.close()
+    return [to / name for name in names]
+
+
+def _entries(reader: Reader, form: Form) -> list[Entry]:
+    """What the files will hold, in the model's order."""
+    parameters, buffers = reader.manifest.parameters, reader.manifest.content["buffers"]
+    found = [Entry(name, _type(form, one["param"]), tuple(one["shape"])) for name, one in parameters.items()]
+    return found + [Entry(name, one["dtype"], tuple(one["shape"])) for name, one in buffers.items()]
+
+
+def _type(form: Form, dtype: str) -> str:
+    return form.dtype if form.dtype is not None and TYPES[dtype].is_floating_point else dtype
+
+
+def _grouped(entries: Sequence[Entry], file_nbytes: int) -> list[list[Entry]]:
+    """Entries file by file: a new one begins where the next parameter would make it too large."""
+    groups: list[list[Entry]] = [[]]
+    total = 0
+    for entry in entries:
+        if groups[-1] and total + entry.nbytes > file_nbytes:
+            groups.append([])
+            total = 0
+        groups[-1].append(entry)
+        total += entry.nbytes
+    return groups
+
+
+def _names(count: int) -> list[str]:
+    return ["model.safetensors"] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_file(reader: Reader, path: Path, entries: Sequence[Entry]) -> None:
+    header, _ = packed_header(entries, {"format": "pt"})
+    with path.open("xb", buffering=0) as file:
+        write_bytes(file.fileno(), memoryview(header))
+        for entry in entries:
+            write_bytes(file.fileno(), _value(reader, entry))
+        os.fsync(file.fileno())
+
+
+def _value(reader: Reader, entry: Entry) -> Tensor:
+    """A whole parameter or buffer, flat, in the order of its elements rather than of its memory."""
+    parameter: Mapping[str, Any] | None = reader.manifest.parameters.get(entry.key)
+    if not entry.numel:
+        return torch.empty(0, dtype=TYPES[entry.dtype])
+    if parameter is None:
+        found = reader.whole("buffer", entry.key, 0)
+        if found is None or found.numel != entry.numel:
+            raise CheckpointError(f"{reader.folder}: buffer {entry.key!r} is not in the files as the manifest says: incomplete")
+        return _read(reader, [found], entry.numel)
+    reader.check_complete(WEIGHT, entry.key, entry.numel)
+    flat = _read(reader, list(reader.ranges(WEIGHT, entry.key, 0, entry.numel)), entry.numel)
+    stride = tuple(parameter["stride"])
+    if prod(entry.shape) != 1 + sum((length - 1) * step for length, step in zip(entry.shape, stride, strict=True)):
+        raise CheckpointError(f"{reader.folder}: parameter {entry.key!r}: strides {stride} don't belong to shape {entry.shape}: damaged")
+    through = flat.to(TYPES[parameter["param"]])  # what the model computes with is the weight, rounded to its own type first
+    return through.as_strided(entry.shape, stride).to(TYPES[entry.dtype]).contiguous().view(-1)
+
+
+def _read(reader: Reader, ranges: Sequence[Range], numel: int) -> Tensor:
+    flat = torch.empty(numel, dtype=TYPES[ranges[0].stored.dtype])
+    staging = torch.empty(0, dtype=torch.uint8)
+    place = 0
+    for wanted in ranges:
+        reader.verify(wanted)
+        reader.drain()
+        reader.fill(wanted, (flat[place : place + wanted.numel],), None, staging)
+        place += wanted.numel
+    reader.drain()
+    return flat
+
+
+def _write_index(folder: Path, names: Sequence[str], groups: Sequence[Sequence[Entry]]) -> None:
+    places = {entry.key: name for name, entries in zip(names, groups, strict=True) for entry in entries}
+    total = sum(entry.nbytes for entries in groups for entry in entries)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+    with (folder / INDEX).open("xb", buffering=0) as file:
+        write_bytes(file.fileno(), memoryview(text.encode()))
+        os.fsync(file.fileno())

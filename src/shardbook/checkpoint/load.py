@@ -1,0 +1,185 @@
+"""Loading, on every rank: first everything is read that could be wrong, then the ranks agree, and only then anything is changed.
+
+Each rank reads the byte ranges it needs, twice: once for their checksums, once into place (from the page cache, as a rule). The
+alternative, a second copy in memory until all is checked, costs what ZeRO saves.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardbook.accounts import Account
+from shardbook.checkpoint import chance, manifest
+from shardbook.checkpoint.agree import Ranks
+from shardbook.checkpoint.dtypes import TYPES
+from shardbook.checkpoint.errors import CheckpointError
+from shardbook.checkpoint.folder import find
+from shardbook.checkpoint.manifest import Manifest
+from shardbook.checkpoint.plan import Asked, Plain, Plan, make_plan
+from shardbook.checkpoint.read import Range, Reader, open_checkpoint
+from shardbook.checkpoint.write import BLOCK_NBYTES
+from shardbook.engine.engine import Engine
+from shardbook.engine.flat import Piece
+from shardbook.engine.state import WEIGHT, Place
+from shardbook.errors import UsageError
+
+
+def load(engine: Engine, path: Path, asked: Asked) -> Mapping[str, Any]:
+    """Take over a checkpoint; all ranks call it, between two steps. Returns its ``extra``.
+
+    Raises:
+        CheckpointError: it is damaged, incomplete, or of something else; nothing was changed.
+        UsageError: in the middle of a step, or inside ``engine.gathered``.
+    """
+    _check_idle(engine)
+    ranks = Ranks(engine.transport, engine._context.storage.device)
+    folder = _find(ranks, path)
+    reader = None
+    try:
+        with ranks.together(f"reading {folder}"):
+            reader, plan = _prepare(engine, ranks.rank, folder, asked)
+        with ranks.together(f"loading {folder}"), torch.no_grad():
+            assert reader is not None
+            _apply(engine, ranks, reader, plan)
+    finally:
+        if reader is not None:
+            reader.close()
+    return plan.plain.extra
+
+
+def _check_idle(engine: Engine) -> None:
+    if engine._passes.tally.num_micro_batches:
+        raise UsageError("engine.load: in the middle of a step; call it before the first engine.backward of one")
+    for unit in engine._units:
+        if unit.pins or unit.in_use:
+            raise UsageError(f"engine.load: unit {unit.name!r} is in use (engine.gathered, or a forward); leave it first")
+
+
+def _find(ranks: Ranks, path: Path) -> Path:
+    """Rank 0 says which checkpoint it is: another may be finished while the others look."""
+    name = ""
+    with ranks.together(f"looking for {path}"):
+        if ranks.rank == 0:
+            found = find(path)
+            name = "." if found == path else found.name
+    return path / ranks.told(name)[0]
+
+
+def _prepare(engine: Engine, rank: int, folder: Path, asked: Asked) -> tuple[Reader, Plan]:
+    """Read the manifest, compare, and verify every byte that this rank will need."""
+    reader = open_checkpoint(folder)
+    try:
+        for file in reader.manifest.files:
+            reader.check_file(file)
+        plan = make_plan(engine, rank, reader, asked)
+        for wanted in plan.ranges(reader):
+            reader.verify(wanted)
+        reader.drain()
+        reader.check_unchanged()
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        reader.close()
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{folder / manifest.NAME}: a field is missing or of another kind ({error!r}): written by no shardbook"
+        ) from error
+    return reader, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A range of a file, and where it goes."""
+
+    wanted: Range
+    place: Place
+
+    def do(self, reader: Reader, staging: Tensor) -> None:
+        first = self.wanted.stored.start + self.wanted.start - self.place.start
+        targets = tuple(target[first : first + self.wanted.numel] for target in self.place.targets)
+        reader.fill(self.wanted, targets, self.place.through, staging)
+
+
+def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan) -> None:
+    """Everything is known to be right: change it."""
+    for unit in engine._units:
+        if unit.flats and unit.flats[0].stays_full:
+            unit.wait()
+    places = [*plan.weights, *_states(engine, reader, plan)]
+    jobs = [Job(wanted, place) for place in places for wanted in reader.ranges(place.what, place.name, place.start, place.stop)]
+    buffer = engine._context.storage.buffer(Account.WORKSPACE, "root", BLOCK_NBYTES, torch.uint8)
+    staging = buffer.tensor if buffer.tensor.device.type == "cpu" else torch.empty(BLOCK_NBYTES, dtype=torch.uint8)
+    for job in sorted(jobs, key=lambda job: job.wanted.place):
+        job.do(reader, staging)
+    reader.drain()
+    for tensor, wanted in plan.buffers:
+        values = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        reader.fill(wanted, (values,), None, staging)
+        tensor.copy_(values.view(tensor.shape))
+    buffer.give_back()
+    for unit in engine._units:
+        unit.changed()
+        unit.release()
+    _apply_plain(engine, ranks, reader.manifest, plan.plain)
+
+
+def _states(engine: Engine, reader: Reader, plan: Plan) -> list[Place]:
+    """Give the optimizer the state of every piece, its values still to come, in the memory that it has already where that fits."""
+    if engine.optimizer is None or engine._pieces is None or not plan.states:
+        return []
+    old: dict[Any, dict[str, Any]] = dict(engine.optimizer.state)
+    kept = {id(piece.parameter) for piece, _ in plan.states}
+    found = {parameter: state for parameter, state in old.items() if id(parameter) not in kept}
+    groups = {id(parameter): group for group in engine.optimizer.param_groups for parameter in group["params"]}
+    engine.optimizer.state.clear()
+    places: list[Place] = []
+    for piece, states in plan.states:
+        name, before = piece.member.name, old.pop(piece.parameter, {})
+        if name not in plan.plain.scalars and not states:
+            continue
+        scalars = plan.plain.scalars.get(name, {})
+        found[piece.parameter] = {key: _scalar(key, value, piece, groups[id(piece.parameter)]) for key, value in scalars.items()}
+        for what in states:
+            dtypes = [TYPES[reader.stored(kind, name)[0].dtype] for kind in (WEIGHT, what)]
+            found[piece.parameter][what] = room = _room(before.pop(what, None), piece, *dtypes)
+            places.append(Place(what, name, piece.span.start, (room,)))
+    engine._pieces.take_state(found)
+    return places
+
+
+def _room(before: Any, piece: Piece, weight: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Memory for a state: in its own type where the weight keeps its type, else in the weight's, as ``load_state_dict`` would have it."""
+    if dtype.is_floating_point and weight != piece.parameter.dtype:
+        dtype = piece.parameter.dtype
+    if isinstance(before, Tensor) and before.shape == piece.parameter.shape and before.dtype == dtype:
+        return before
+    return torch.empty_like(piece.parameter, dtype=dtype, requires_grad=False)
+
+
+def _scalar(key: str, value: Any, piece: Piece, group: Mapping[str, Any]) -> Any:
+    """One value for a whole parameter; where torch's optimizers keep it on the device, there."""
+    if not isinstance(value, Tensor):
+        return value
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return value.clone().to(piece.parameter.device) if on_device else value.clone()
+
+
+def _apply_plain(engine: Engine, ranks: Ranks, found: Manifest, plain: Plain) -> None:
+    content = found.content
+    engine.num_steps = found.step
+    for group, options in plain.groups:
+        for key, value in options.items():
+            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    for scheduler, state in plain.schedulers:
+        scheduler.load_state_dict(state)
+    saved, stepper = content["loss_scale"], engine._stepper
+    if saved is not None and stepper is not None and stepper.loss_scale.dynamic and saved["dynamic"]:
+        stepper.loss_scale.value, stepper.loss_scale.num_good = float(saved["value"]), int(saved["num_good"])
+        engine._passes.loss_scale = stepper.loss_scale.value
+    chance.restore_rank(plain.rng, content["rng"], ranks.rank, engine._context.storage.device)

@@ -1,0 +1,245 @@
+"""Reads ranges of a checkpoint's files: what is stored where, whether it is what was written, and its bytes into tensors."""
+
+import os
+import threading
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardbook.checkpoint import manifest
+from shardbook.checkpoint.dtypes import TYPES
+from shardbook.checkpoint.errors import CheckpointError
+from shardbook.checkpoint.manifest import Manifest, Stored, StoredFile, check_file
+from shardbook.checkpoint.safetensors import ITEMSIZE, read_header
+from shardbook.checkpoint.write import bytes_of
+
+_MAX_OPEN = 64
+_MAX_PENDING = 4  # blocks
+_WORTH_A_THREAD = 1 << 18  # bytes
+_Identity = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements ``start`` to ``stop``, counted within a stored tensor."""
+
+    file: StoredFile
+    stored: Stored
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """By which ranges come in the order of the bytes."""
+        return self.file.name, self.stored.begin + self.start * ITEMSIZE[self.stored.dtype]
+
+
+class Reader:
+    """The files of one checkpoint. Each is held against the manifest before the first byte of it is used."""
+
+    def __init__(self, folder: Path, found: Manifest) -> None:
+        self.folder, self.manifest, self._block_nbytes = folder, found, int(found.content["block_nbytes"])
+        if not 1 <= self._block_nbytes <= 1 << 30:
+            raise CheckpointError(f"{folder}: block_nbytes is {self._block_nbytes}; 1 to 2^30 is allowed: written by no shardbook")
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._identities: dict[str, _Identity] = {}
+        self._verified: set[tuple[str, int, int]] = set()
+        self._pool, self._pending, self._local = ThreadPoolExecutor(2, "checkpoint"), deque[Future[None]](), threading.local()
+        self._places: dict[tuple[str, str], list[tuple[StoredFile, Stored]]] = {}
+        for file in found.files:
+            for stored in file.tensors:
+                self._places.setdefault((stored.what, stored.name), []).append((file, stored))
+        for places in self._places.values():
+            places.sort(key=lambda pair: pair[1].start)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def kinds(self, name: str) -> list[str]:
+        """What is stored of a parameter."""
+        return sorted(what for what, of in self._places if of == name and what != "buffer")
+
+    def stored(self, what: str, name: str) -> list[Stored]:
+        return [stored for _, stored in self._places.get((what, name), ())]
+
+    def whole(self, what: str, name: str, start: int) -> Range | None:
+        """The stored tensor that begins with element ``start``."""
+        for file, stored in self._places.get((what, name), ()):
+            if stored.start == start:
+                return Range(file, stored, 0, stored.numel)
+        return None
+
+    def check_complete(self, what: str, name: str, numel: int) -> None:
+        """The stored pieces of a parameter follow each other without gap or overlap, in one type.
+
+        Raises:
+            CheckpointError: they don't.
+        """
+        found = self.stored(what, name)
+        place = 0
+        for stored in found:
+            if stored.start != place or stored.dtype != found[0].dtype:
+                break
+            place = stored.stop
+        else:
+            if place == numel:
+                return
+        raise CheckpointError(
+            f"{self.folder}: {what} of parameter {name!r}: what the files hold is not its {numel} elements, each once and in one type "
+            f"(element {place} is missing, or there is too much): incomplete or damaged"
+        )
+
+    def ranges(self, what: str, name: str, start: int, stop: int) -> Iterator[Range]:
+        """Where elements ``start`` to ``stop`` of a parameter are."""
+        for file, stored in self._places.get((what, name), ()):
+            first, end = max(start, stored.start), min(stop, stored.stop)
+            if first < end:
+                yield Range(file, stored, first - stored.start, end - stored.start)
+
+    def verify(self, wanted: Range) -> None:
+        """Look whether every block that the range touches has the checksum it was written with; :meth:`drain` tells.
+
+        Reading and adding up go on in two threads, as each takes about as long as the other.
+
+        Raises:
+            CheckpointError: a block of this or of an earlier range has not; the message names tensor and file.
+        """
+        stored, width = wanted.stored, ITEMSIZE[wanted.stored.dtype]
+        if len(stored.crc32) != -(-(stored.end - stored.begin) // self._block_nbytes):
+            raise CheckpointError(
+                f"{self.folder / wanted.file.name}: {stored.key!r} has {len(stored.crc32)} checksums, too many or too few"
+            )
+        for block in range(wanted.start * width // self._block_nbytes, -(-wanted.stop * width // self._block_nbytes)):
+            mark = (wanted.file.name, stored.begin, block)
+            if mark not in self._verified:
+                self._verified.add(mark)
+                self._descriptor(wanted.file)
+                self._pending.append(self._pool.submit(self._check_block, wanted, block))
+            if len(self._pending) > _MAX_PENDING:
+                self._pending.popleft().result()
+
+    def drain(self) -> None:
+        """Wait for what :meth:`verify` has begun.
+
+        Raises:
+            CheckpointError: as :meth:`verify`.
+        """
+        while self._pending:
+            self._pending.popleft().result()
+
+    def _check_block(self, wanted: Range, block: int) -> None:
+        stored = wanted.stored
+        begin = stored.begin + block * self._block_nbytes
+        nbytes = min(stored.end - begin, self._block_nbytes)
+        if len(getattr(self._local, "scratch", b"")) < nbytes:
+            self._local.scratch = bytearray(nbytes)
+        view = memoryview(self._local.scratch)[:nbytes]
+        self._read(wanted.file, view, begin)
+        if zlib.crc32(view) != stored.crc32[block]:
+            raise CheckpointError(
+                f"{self.folder / wanted.file.name}: {stored.what} of {stored.name!r} is damaged near byte {begin}: other bytes than "
+                f"were written; take another checkpoint, or copy this one again"
+            )
+
+    def fill(self, wanted: Range, targets: tuple[Tensor, ...], through: torch.dtype | None, staging: Tensor) -> None:
+        """The elements of a range into ``targets[0]``, and from each target into the next; complete after :meth:`drain`.
+
+        ``staging``: bytes on the host, for values that change their type or go to a device.
+        """
+        dtype, first = TYPES[wanted.stored.dtype], targets[0]
+        begin = wanted.stored.begin + wanted.start * dtype.itemsize
+        if first.dtype == dtype and first.device.type == "cpu" and first.is_contiguous() and through in (None, dtype):
+            if len(targets) == 1 and first.numel() * dtype.itemsize >= _WORTH_A_THREAD:
+                self._descriptor(wanted.file)
+                self._pending.append(self._pool.submit(self._read, wanted.file, bytes_of(first), begin))
+            else:
+                self._read(wanted.file, bytes_of(first), begin)
+        else:
+            step = staging.numel() // dtype.itemsize
+            for at in range(0, first.numel(), step):
+                part = first[at : at + step]
+                values = staging[: part.numel() * dtype.itemsize]
+                self._read(wanted.file, bytes_of(values), begin + at * dtype.itemsize)
+                typed = values.view(dtype)
+                part.copy_(typed if through is None else typed.to(through))
+        for source, target in pairwise(targets):
+            target.copy_(source)
+
+    def _read(self, file: StoredFile, into: memoryview, offset: int) -> None:
+        descriptor = self._open[file.name] if file.name in self._open else self._descriptor(file)
+        while into:
+            count = os.preadv(descriptor, [into], offset)
+            if not count:
+                raise CheckpointError(f"{self.folder / file.name}: it ends at byte {offset}, inside a tensor: truncated")
+            into, offset = into[count:], offset + count
+
+    def _descriptor(self, file: StoredFile) -> int:
+        """The open file: the same, unchanged one each time."""
+        if file.name in self._open:
+            self._open.move_to_end(file.name)
+            return self._open[file.name]
+        path = self.folder / file.name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't be read ({error.strerror}); the checkpoint is incomplete: copy it again") from error
+        self._open[file.name] = descriptor
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        if len(self._open) > _MAX_OPEN:
+            self.drain()  # a thread may be reading what is closed now
+            os.close(self._open.popitem(last=False)[1])
+        identity = _identity(os.fstat(descriptor))
+        if self._identities.setdefault(file.name, identity) != identity:
+            raise CheckpointError(f"{path}: it was changed while it was being read; let nobody write into a finished checkpoint")
+        return descriptor
+
+    def check_unchanged(self) -> None:
+        """Nobody has written to the files, or put others in their place, since they were opened.
+
+        Raises:
+            CheckpointError: somebody has.
+        """
+        for name, identity in self._identities.items():
+            path = self.folder / name
+            if not path.exists() or _identity(path.lstat()) != identity:
+                raise CheckpointError(f"{path}: it was changed while it was being read; let nobody write into a finished checkpoint")
+
+    def check_file(self, file: StoredFile) -> None:
+        """Header, sums and manifest of one file agree."""
+        path = self.folder / file.name
+        entries = read_header(path)
+        check_file(self.folder, file, entries)
+        header = bytearray(file.header_nbytes)
+        self._read(file, memoryview(header), 0)
+        if zlib.crc32(header) != file.header_crc32 or self._identities[file.name][1] != file.nbytes:
+            raise CheckpointError(f"{path}: its header is not the one that was written: another file, or damaged")
+
+
+def _identity(status: os.stat_result) -> _Identity:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def open_checkpoint(folder: Path) -> Reader:
+    """A reader of the files of a checkpoint, of which nothing but the manifest is checked yet.
+
+    Raises:
+        CheckpointError: the manifest can't be read, or is damaged.
+    """
+    found = manifest.read(folder)
+    try:
+        return Reader(folder, found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / manifest.NAME}: a field is missing or of another kind ({error!r})") from error

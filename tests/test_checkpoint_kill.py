@@ -1,0 +1,93 @@
+"""Runs that save after every step and are killed at any moment: what is left is a whole checkpoint, and the finished run is the same."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardbook.checkpoint.folder import find, finished
+from shardbook.checkpoint.verify import faults
+from tests import ranks
+from tests.checkpoints import Setup, build, held, train
+from tests.test_checkpoint_resume import same
+
+SETUP = Setup(3, 2, "bf16")
+
+
+def run(folder: Path, steps: int) -> Any:
+    """A job: go on from the last checkpoint, if there is one, and save after every step."""
+    engine = build(SETUP)
+    if finished(folder):
+        extra = engine.load(folder)
+        assert extra == {"next": engine.num_steps}
+    while engine.num_steps < steps:
+        train(engine, 1)
+        engine.save(folder / f"step-{engine.num_steps:05d}", extra={"next": engine.num_steps}, keep=2)
+        if engine.transport.rank == 0:
+            (folder / "reached").write_text(str(engine.num_steps))
+    found = held(engine)
+    engine.close()
+    return found
+
+
+def killed(folder: Path, rng: random.Random, steps: int) -> tuple[int, bool]:
+    """Start the run, kill one rank or both at some moment; the step whose save had ended before that, and whether one was under way."""
+    before = reached(folder)
+    workers = ranks.server().fork(2, "gloo")
+    for worker in workers:
+        worker.send(run, (folder, steps), {})
+    until = time.monotonic() + 30
+    while reached(folder) == before and time.monotonic() < until:
+        time.sleep(0.002)
+    time.sleep(rng.random() * 0.15)
+    last = reached(folder)
+    victims = rng.choice((workers, workers[:1], workers[1:]))
+    for worker in victims:
+        os.kill(worker.pid, signal.SIGKILL)
+    inside = any(path.name.endswith(".writing") for path in folder.iterdir())
+    if len(victims) == 1:
+        ranks.collect([worker for worker in workers if worker not in victims], 30)
+    ranks.stop(workers)
+    return last, inside
+
+
+def reached(folder: Path) -> int:
+    try:
+        return int((folder / "reached").read_text() or 0)
+    except FileNotFoundError:
+        return 0
+
+
+def check(folder: Path, kills: int, seed: int) -> None:
+    steps = 12 * kills
+    expected = ranks.call(2, run, folder / "whole", steps)
+    rng, times_inside = random.Random(seed), 0
+    broken = folder / "broken"
+    broken.mkdir()
+    for _ in range(kills):
+        last, inside = killed(broken, rng, steps)
+        times_inside += inside
+        path = find(broken)
+        assert list(faults(path)) == []
+        assert int(path.name[5:]) >= last, "a save that had ended is gone"
+    assert times_inside > 0, "no kill came while a checkpoint was written: nothing is shown"
+    assert same(ranks.call(2, run, broken, steps), expected)
+    assert sorted(path.name for path in broken.iterdir()) == ["reached", *(f"step-{step:05d}" for step in (steps - 1, steps))]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_killed_five_times(tmp_path: Path):
+    (tmp_path / "whole").mkdir()
+    check(tmp_path, 5, seed=0)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_killed_fifty_times(tmp_path: Path):
+    (tmp_path / "whole").mkdir()
+    check(tmp_path, 50, seed=1)

@@ -45,7 +45,7 @@ class Ranks:
         try:
             yield
         except (CheckpointError, OSError) as error:
-            failure, cause = _words(error, doing), error
+            failure, cause = words(error, doing), error
         found = [(rank, text) for rank, text in enumerate(self.told(failure)) if text]
         if found:
             rank, text = found[0]
@@ -60,7 +60,8 @@ _REMEDIES = {
 }
 
 
-def _words(error: CheckpointError | OSError, doing: str) -> str:
+def words(error: CheckpointError | OSError, doing: str) -> str:
+    """What is wrong, while doing what, and the remedy."""
     if isinstance(error, CheckpointError):
         return str(error)
     where, remedy = error.filename or doing, _REMEDIES.get(error.errno or 0, "see what the file system lacks")

@@ -6,8 +6,8 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,45 +36,91 @@ class Given:
     keep: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A save whose folder is made. ``place``: rank 0's; ``content``: of the manifest, what all ranks know alike."""
+
+    path: Path
+    token: str
+    folder: Path
+    place: Place | None
+    content: dict[str, Any]
+    keep: int | None
+    ranks: Ranks
+
+    def publish(self) -> None:
+        """Rank 0, when the files of all ranks are on the disk."""
+        assert self.place is not None
+        _write_manifest(self.folder, self.content, self.ranks.num_ranks)
+        self.place.publish(keep=self.keep)
+
+    def give_up(self) -> None:
+        """Clear away what was written; rank 0's to do."""
+        if self.place is not None:
+            with suppress(OSError):
+                self.place.give_up()
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Of this rank: what its file holds, and beside it what the manifest must know of it."""
+
+    items: list[Item]
+    part: dict[str, Any]
+
+
 def save(engine: Engine, path: Path, given: Given) -> Path:
-    """Write a checkpoint at ``path``; all ranks call it, between two steps.
+    """Write a checkpoint at ``path``; all ranks call it, after :func:`check_between_steps`.
 
     Raises:
         CheckpointError: something given is no plain data, or the folder can't be written; what was there before is as it was.
-        UsageError: in the middle of a step.
     """
-    _check_between_steps(engine)
+    with begun(engine, path, given) as under_way:
+        ranks = under_way.ranks
+        with ranks.together(f"writing {path}"):
+            write_own(under_way.folder, ranks.rank, own_of(engine, ranks))
+        with ranks.together(f"writing {path}"):
+            if under_way.place is not None:
+                under_way.publish()
+    return path
+
+
+@contextmanager
+def begun(engine: Engine, path: Path, given: Given) -> Generator[Begun]:
+    """A save, with its folder; given up if the block raises. All ranks enter it.
+
+    Raises:
+        CheckpointError: something given is no plain data, or the folder can't be made.
+    """
     ranks = Ranks(engine.transport, engine._context.storage.device)
     with ranks.together("asking for a checkpoint"):
         if given.keep is not None and given.keep < 1:
             raise CheckpointError(f"keep: {given.keep}; at least 1 checkpoint is kept (None: all of them)")
         content = _content(engine, given)
-    place, folder = _begin(ranks, path)
+    token = ranks.told(secrets.token_hex(8))[0]
+    place, folder = _begin(ranks, path, token)
+    under_way = Begun(path=path, token=token, folder=folder, place=place, content=content, keep=given.keep, ranks=ranks)
     try:
-        with ranks.together(f"writing {path}"):
-            _write_own(engine, ranks, folder)
-        with ranks.together(f"writing {path}"):
-            if place is not None:
-                _write_manifest(folder, content, ranks.num_ranks)
-                place.publish(keep=given.keep)
+        yield under_way
     except BaseException:
-        if place is not None:
-            with suppress(OSError):
-                place.give_up()
+        under_way.give_up()
         raise
-    return path
 
 
-def _check_between_steps(engine: Engine) -> None:
+def check_between_steps(engine: Engine) -> None:
+    """Whether there is nothing that no checkpoint keeps.
+
+    Raises:
+        UsageError: gradients are there, which no checkpoint keeps; or parameters are gathered to be changed.
+    """
     if engine._passes.tally.num_micro_batches:
         raise UsageError("engine.save: in the middle of a step, whose gradients are not kept; call it after engine.step()")
     for unit in engine._units:
         unit.check_untouched()
 
 
-def _begin(ranks: Ranks, path: Path) -> tuple[Place | None, Path]:
-    """Rank 0 makes the folder to be written into; the others hear its name and look whether they see it."""
-    token = ranks.told(secrets.token_hex(8))[0]
+def _begin(ranks: Ranks, path: Path, token: str) -> tuple[Place | None, Path]:
+    """Rank 0 makes the folder to be written into; the others look whether they see it."""
     place = None
     with ranks.together(f"making the folder of {path}"):
         if ranks.rank == 0:
@@ -91,15 +137,21 @@ def _begin(ranks: Ranks, path: Path) -> tuple[Place | None, Path]:
     return place, folder
 
 
-def _write_own(engine: Engine, ranks: Ranks, folder: Path) -> None:
-    """This rank's tensors, and beside them what the manifest must know of this rank."""
+def own_of(engine: Engine, ranks: Ranks) -> Own:
+    """What this rank has to keep, its tensors where they lie. All ranks call it."""
     with torch.no_grad():
-        written = write_file(folder / f"rank-{ranks.rank:05d}.safetensors", _items(engine, ranks))
+        items = _items(engine, ranks)
     state = _optimizer_state(engine)
     scalars = {name: values for unit in engine._units for flat in unit.flats for name, values in scalars_of(flat, state).items()}
     device = engine._context.storage.device
-    part = {"file": asdict(written), "scalars": encoded(scalars, "optimizer state"), "rng": encoded(chance.taken(device), "random numbers")}
-    (folder / _part(ranks.rank)).write_text(json.dumps(part), encoding="utf-8")
+    return Own(items, {"scalars": encoded(scalars, "optimizer state"), "rng": encoded(chance.taken(device), "random numbers")})
+
+
+def write_own(folder: Path, rank: int, own: Own) -> None:
+    """This rank's files, on the disk when it returns."""
+    with torch.no_grad():
+        written = write_file(folder / f"rank-{rank:05d}.safetensors", own.items)
+    (folder / _part(rank)).write_text(json.dumps({"file": asdict(written), **own.part}), encoding="utf-8")
 
 
 def _items(engine: Engine, ranks: Ranks) -> list[Item]:

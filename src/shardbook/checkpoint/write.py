@@ -64,7 +64,11 @@ def _write_and_sum(pool: ThreadPoolExecutor, descriptor: int, block: memoryview)
     if len(block) < _WORTH_A_THREAD:
         write_bytes(descriptor, block)
         return zlib.crc32(block)
-    total = pool.submit(zlib.crc32, block)
+    try:
+        total = pool.submit(zlib.crc32, block)
+    except RuntimeError:  # the interpreter is ending, and begins no thread any more
+        write_bytes(descriptor, block)
+        return zlib.crc32(block)
     try:
         write_bytes(descriptor, block)
     finally:

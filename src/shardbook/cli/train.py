@@ -61,6 +61,7 @@ _NAMES: Mapping[str, str] = {
     "device": "run.device",
     "budget": "run.budget",
     "save_every": "run.save_every",
+    "save_async": "run.save_async",
     "keep": "run.keep",
     "resume": "run.resume",
 }
@@ -101,6 +102,7 @@ class TrainOptions:
     device: Annotated[str | None, _option("run.device", "auto, cpu or cuda", "NAME")] = None
     budget: Annotated[str | None, _option("", "end the run, and say what was held, when a rank crosses it (default: none)", "8GiB")] = None
     save_every: Annotated[int | None, _option("run.save_every", "steps from one checkpoint to the next; 0: none", "STEPS")] = None
+    save_async: Annotated[bool, _option("", "write checkpoints while the training goes on, from a copy in host memory", "")] = False
     keep: Annotated[int | None, _option("run.keep", "checkpoints that are kept, the last ones", "N")] = None
     resume: Annotated[str | None, _option("", "go on from a checkpoint; auto: the last in --out, if any (default: begin)", "PATH")] = None
     json: Annotated[bool, _option("", "print run.json on stdout and everything else on stderr", "")] = False
@@ -111,6 +113,7 @@ class TrainOptions:
             raise ConfigError("--tied and --untied contradict each other; leave one of them out")
         values = {option: getattr(self, option) for option in _NAMES}
         values["tied"] = self.tied if self.tied or self.untied else None
+        values["save_async"] = self.save_async or None
         return {_NAMES[option]: Sourced(value=value, origin=COMMAND_LINE) for option, value in values.items() if value is not None}
 
 

@@ -40,6 +40,10 @@ class Announcer:
         self._old: list[str] = []
         self._older: list[str] = []
 
+    def connection(self) -> Any:
+        """A connection to the store for one more thread; None where there is nobody to tell."""
+        return self._store.clone() if hasattr(self._store, "clone") else self._store
+
     def tell(self, word: Word, unit: int = 0, *, gathers: bool = False) -> None:
         """Say what this rank does next."""
         if self._store is not None:

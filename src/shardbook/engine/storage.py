@@ -21,10 +21,11 @@ class Buffer:
     __slots__ = ("_address", "_aliases", "_journal", "_padding", "_tier", "account", "present", "tensor", "unit")
 
     def __init__(
-        self, journal: Journal, account: Account, unit: str, numel: int, dtype: torch.dtype, device: torch.device, padding: int
-    ) -> None:
+        self, journal: Journal, account: Account, unit: str, numel: int, dtype: torch.dtype, device: torch.device, padding: int,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:  # fmt: skip
         self._journal = journal
-        self._tier = Tier.DEVICE
+        self._tier = tier
         self._padding = padding * dtype.itemsize
         self.account = account
         self.unit = unit
@@ -120,6 +121,11 @@ class Storage:
         if not present:
             made.give_back()
         return made
+
+    def host_buffer(self, account: Account, unit: str, numel: int, dtype: torch.dtype, *, padding: int = 0) -> Buffer:
+        """A buffer in the host's memory, wherever the others are; where they are there too, it is booked with them."""
+        tier = Tier.DEVICE if self.device.type == "cpu" else Tier.HOST
+        return Buffer(self._journal, account, unit, numel, dtype, torch.device("cpu"), padding, tier)
 
 
 def address_of(tensor: Tensor) -> int:

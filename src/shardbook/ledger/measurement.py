@@ -113,6 +113,7 @@ class Measurement:
         self._steps: list[StepMemory] = []
         self._sampled: dict[str, int] = {}
         self._sent = self._sent_in_step = self._sent_in_last_step = self._seconds = 0
+        self._host = self._host_peak = 0
         self._stepped = self._marked = self._is_open = self._is_observed = self._is_scanned = self._is_lost = False
         self._part: assemble.Part | None = None
         self._stack = ExitStack()
@@ -267,6 +268,9 @@ class Measurement:
         if isinstance(event, Traffic):
             self._sent += event.sent_nbytes
             self._sent_in_step += event.sent_nbytes
+        elif isinstance(event, Booking) and event.tier is not Tier.DEVICE:  # beside the memory that is measured
+            self._host += event.nbytes
+            self._host_peak = max(self._host_peak, self._host)
         elif isinstance(event, Booking) and self.mode == "full":
             self._items.book(event)
 
@@ -442,7 +446,7 @@ class Measurement:
             sent_nbytes=self._sent,
             sent_nbytes_per_step=self._sent_in_last_step,
             shortage=self.shortage,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *([f"beside it up to {self._host_peak:,} bytes of host memory were held"] if self._host_peak else [])),
         )
 
 

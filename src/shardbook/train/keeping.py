@@ -66,7 +66,11 @@ class Keeping:
         return int(saved["step"])
 
     def after(self, step: int, *, ends: bool) -> bool:
-        """Save, if a checkpoint is due after this step, or if some rank was asked to end (``ends``); whether the run ends here."""
+        """Save, if a checkpoint is due after this step, or if some rank was asked to end (``ends``); whether the run ends here.
+
+        Raises:
+            CheckpointError: it can't be saved, or what was saved in the background meanwhile could not be.
+        """
         every = self._run.save_every
         if not every:
             return False
@@ -75,7 +79,8 @@ class Keeping:
         ends = bool(flags.any())
         if ends or step % every == 0 or step == self._run.steps:
             extra = {"step": step, "data": self._data(step), "told": self._training.told()}
-            self._training.engine.save(self._folder / f"step-{step:08d}", extra=extra, keep=self._run.keep)
+            wait = not self._run.save_async or ends or step == self._run.steps  # nothing goes on beside the last one
+            self._training.engine.save(self._folder / f"step-{step:08d}", extra=extra, keep=self._run.keep, wait=wait)
         return ends
 
     def _chosen(self) -> Path | None:

@@ -111,6 +111,7 @@ class RunSettings:
         port: of the rendezvous on this machine; ``None`` is a free one.
         device: ``"auto"`` is CUDA where every local rank has a device of its own, else the CPU.
         save_every: steps from one checkpoint to the next, and one after the last step; 0: none.
+        save_async: whether checkpoints are written while the training goes on, from a copy in host memory; the last one is not.
         keep: checkpoints that are kept, the last ones.
         resume: a checkpoint to go on from; ``"auto"``: the last one in ``out``, if there is one. ``None``: begin.
         budget: bytes that a rank's books may hold, as a number or as ``"8GiB"``; more ends the run and says why. ``None``: no limit.
@@ -126,6 +127,7 @@ class RunSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: int | None = None
     save_every: int = 0
+    save_async: bool = False
     keep: int = 2
     resume: str | None = None
 
@@ -138,6 +140,9 @@ class RunSettings:
         check.integer("check_replicas", least=0, remedy="0 turns the comparison off")
         check.integer("port", least=1, remedy="leave it out for a free port", optional=True)
         check.integer("save_every", least=0, remedy="0 saves no checkpoints")
+        check.flag("save_async")
+        if self.save_async is True and self.save_every == 0:
+            check.add("save_async", True, "no effect, as save_every is 0: no checkpoints", "set save_every, or leave it out")
         check.integer("keep", least=1, remedy="2 is the default")
         check.path("out")
         if self.resume is not None and not isinstance(self.resume, (str, Path)):

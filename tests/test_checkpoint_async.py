@@ -22,7 +22,9 @@ from shardbook.checkpoint import background, board, manifest
 from shardbook.checkpoint.folder import find
 from shardbook.checkpoint.verify import faults
 from shardbook.checkpoint.write import BLOCK_NBYTES
-from shardbook.errors import RankLostError, UsageError
+from shardbook.errors import ConfigError, RankLostError, UsageError
+from shardbook.train.keeping import Keeping
+from shardbook.train.settings import RunSettings
 from tests import ranks
 from tests.checkpoints import Setup, build, held, train
 from tests.test_checkpoint_resume import same
@@ -327,6 +329,20 @@ def test_the_interpreter_waits_at_its_end(tmp_path: Path):
     assert (tmp_path / "kept" / "rank-00000.safetensors").stat().st_size > 2 * BLOCK_NBYTES, "no thread was needed at the end"
     assert f"{tmp_path / 'lost'}: the save in the background has failed" in said.stderr
     assert "free some space" in said.stderr
+
+
+@pytest.mark.parametrize(("is_async", "step", "ends", "waits"), [(1, 4, 0, 0), (1, 4, 1, 1), (1, 6, 0, 1), (0, 4, 0, 1), (1, 5, 0, None)])
+def test_train_waits_where_nothing_goes_on_beside_it(is_async: int, step: int, ends: int, waits: int | None, tmp_path: Path):
+    training = mock.Mock(device="cpu")
+    training.recipe.run = RunSettings(steps=6, save_every=2, save_async=bool(is_async), out=tmp_path)
+    training.engine.transport.exchange = lambda vector, _: vector
+    assert Keeping(training).after(step, ends=bool(ends)) == bool(ends)
+    assert [call.kwargs["wait"] for call in training.engine.save.call_args_list] == ([] if waits is None else [bool(waits)])
+
+
+def test_saving_in_the_background_needs_checkpoints():
+    with pytest.raises(ConfigError, match="save_async = True: .*save_every"):
+        RunSettings(save_async=True)
 
 
 class Store(dict[str, bytes]):

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 import shardbook as sb
+from shardbook.accounts import Account
 from shardbook.checkpoint import background, board, manifest
 from shardbook.checkpoint.folder import find
 from shardbook.checkpoint.verify import faults
 from shardbook.checkpoint.write import BLOCK_NBYTES
+from shardbook.engine.storage import Storage
 from shardbook.errors import ConfigError, RankLostError, UsageError
 from shardbook.train.keeping import Keeping
 from shardbook.train.settings import RunSettings
@@ -144,6 +146,21 @@ def test_the_snapshot_is_booked_until_the_save_has_ended(stage: int, tmp_path: P
     buffers = 2 * 4000  # rank 1's differs, so both keep theirs
     assert sum(one["state"] for one in found) == 3 * 4 * 4 * WIDTH * (WIDTH + 1) + buffers, "weight, and two moments: of each element once"
     assert sum(one["formula"] - one["state"] for one in found) == 2 * 32
+
+
+def test_on_a_device_the_snapshot_is_the_hosts():
+    engine = build(Setup(2, 1))
+    ledger = sb.Ledger(engine)
+    elsewhere = Storage(torch.device("meta"), engine._journal)
+    with sb.measure(engine) as run, run.step():
+        train(engine, 1)
+        buffer = elsewhere.host_buffer(Account.WORKSPACE, "checkpoint", 1 << 20, torch.uint8)
+        assert buffer.tensor.device.type == "cpu"
+        assert ledger.balances()["WORKSPACE", "host"] == 1 << 20
+        buffer.give_back()
+    assert ("WORKSPACE", "host") not in ledger.balances()
+    engine.close()
+    assert any(note.endswith("beside it up to 1,048,576 bytes of host memory were held") for note in run.document().notes)
 
 
 def broken(folder: Path, asks: str) -> str:
@@ -335,6 +352,7 @@ def test_the_interpreter_waits_at_its_end(tmp_path: Path):
 def test_train_waits_where_nothing_goes_on_beside_it(is_async: int, step: int, ends: int, waits: int | None, tmp_path: Path):
     training = mock.Mock(device="cpu")
     training.recipe.run = RunSettings(steps=6, save_every=2, save_async=bool(is_async), out=tmp_path)
+    training.recipe.batch.global_batch = 8
     training.engine.transport.exchange = lambda vector, _: vector
     assert Keeping(training).after(step, ends=bool(ends)) == bool(ends)
     assert [call.kwargs["wait"] for call in training.engine.save.call_args_list] == ([] if waits is None else [bool(waits)])

@@ -171,6 +171,30 @@ def test_steps_from_them_equal_the_plain_loop(num_ranks: int, foreign: Path):
     assert len({trace.steps[0]["loss"] for trace in plain.values()}) >= 3  # other types are other trainings
 
 
+def built_narrow(folder: Path) -> list[tuple[dict[str, Tensor], list[HeldPiece]]]:
+    """A job: a model that was built in bf16, with an fp32 master, at each stage."""
+    found = []
+    for stage in range(4):
+        model = net(70).bfloat16()
+        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+        engine = sb.Engine(model, optimizer, sb.ZeroConfig(stage=stage, precision=sb.Precision(param="bf16"), units=("body",)))
+        engine.load_weights(folder / "fp32")
+        found.append((dict(engine.state_dict()), held_pieces(engine)))
+        engine.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_master_is_not_rounded_and_a_parameter_is_its_master_rounded(foreign: Path):
+    values = {name: value for file in (foreign / "fp32").glob("*.safetensors") for name, value in load_file(file).items()}
+    found = ranks.call(2, built_narrow, foreign)
+    for full, _ in found[0]:
+        assert all(torch.equal(full[name], value.bfloat16()) for name, value in values.items())
+    for piece in (piece for of_rank in found for _, pieces in of_rank for piece in pieces):
+        if piece.name != "body.conv.weight":  # which lies in another order
+            assert torch.equal(piece.value, values[piece.name].flatten()[piece.start : piece.start + piece.value.numel()])
+
+
 # ---- names ---------------------------------------------------------------------------------------------------------------
 
 

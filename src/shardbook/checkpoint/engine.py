@@ -70,8 +70,8 @@ class Engine(engine.Engine):
     ) -> None:
         """Begin from weights that others wrote, as safetensors. All ranks call it, between two steps.
 
-        As ``model.load_state_dict`` in a plain loop: values are cast, to the type in which the model was built and then to the
-        engine's; the optimizer's state, schedulers and steps stay as they are.
+        As ``model.load_state_dict`` in a plain loop: values are cast, to the type of what the optimizer updates; the optimizer's state,
+        schedulers and steps stay as they are.
 
         Args:
             path: a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and its files, or one file.

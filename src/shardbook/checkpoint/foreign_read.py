@@ -103,10 +103,10 @@ class Files:
                 )
 
 
-def fill(files: Files, found: Found, start: int, targets: Sequence[Tensor], through: Sequence[torch.dtype] = ()) -> None:
-    """Elements from ``start`` on into ``targets[0]`` (flat), by way of the types in ``through``, and from each target into the next."""
+def fill(files: Files, found: Found, start: int, targets: Sequence[Tensor], through: torch.dtype | None = None) -> None:
+    """Elements from ``start`` on into ``targets[0]`` (flat), by way of the type ``through``, and from each target into the next."""
     first, dtype = targets[0], TYPES[found.entry.dtype]
-    if first.dtype == dtype and all(one == dtype for one in through) and first.device.type == "cpu" and first.is_contiguous():
+    if first.dtype == dtype and through in (None, dtype) and first.device.type == "cpu" and first.is_contiguous():
         files.read(found, start, first)
         put(first, targets[1:])
         return
@@ -115,13 +115,10 @@ def fill(files: Files, found: Found, start: int, targets: Sequence[Tensor], thro
         put(values, [target[here] for target in targets], through)
 
 
-def put(values: Tensor, targets: Sequence[Tensor], through: Sequence[torch.dtype] = ()) -> None:
-    """Values into ``targets[0]``, by way of the types in ``through``, and from each target into the next: a parameter is its master,
-    rounded.
-    """
-    for dtype in through:
-        is_exact = torch.promote_types(values.dtype, dtype) == dtype  # then the next cast comes to the same without it, and needs no memory
-        values = values if is_exact else values.to(dtype)
+def put(values: Tensor, targets: Sequence[Tensor], through: torch.dtype | None = None) -> None:
+    """Values into ``targets[0]``, by way of ``through``, and from each target into the next: a parameter is its master, rounded."""
+    if through is not None and torch.promote_types(values.dtype, through) != through:  # widening is exact, and would need memory
+        values = values.to(through)
     for target in targets:
         values = target.copy_(values)
 

@@ -158,14 +158,12 @@ def _fill_flat(flat: Flat, rank: int, files: Files, matches: Matches) -> None:
         if place.name not in matches:
             continue
         one = matches[place.name][0]
-        # as a model that is loaded before the engine is built: rounded to the type in which it was built, then to the weight's
-        through = [flat.types.source, *([] if place.through is None else [place.through])]
         if _is_in_order(members[place.name]):
-            fill(files, one, place.start, place.targets, tuple(through))
+            fill(files, one, place.start, place.targets, place.through)
             continue
         if last is None or last[0] != place.name:
-            last = (place.name, _in_memory_order(whole(files, one, flat.types.source), members[place.name]))
-        put(last[1][place.start : place.stop], place.targets, through)
+            last = (place.name, _in_memory_order(whole(files, one, _weight_type(flat)), members[place.name]))
+        put(last[1][place.start : place.stop], place.targets, place.through)
 
 
 def _is_in_order(member: Member) -> bool:

@@ -1,7 +1,6 @@
 """Weights to transformers and back: equal logits there, from there, and for shardbook's own decoder as a Llama."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,24 +163,19 @@ def test_the_decoder_is_a_llama(tmp_path: Path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_train_begins_from_an_export(text: Path, tmp_path: Path):
-    """The plain loop begins from the same weights, on its own way; names of transformers or of the run."""
-    first = train(text, tmp_path / "first", "--ranks", "2", "--steps", "3", "--save-every", "3", "--tied")
-    for names in ("model", "transformers"):
-        done = shardbook("checkpoint", "export", str(tmp_path / "first/checkpoints"), "--to", str(tmp_path / names), "--as", names)
-        assert done.returncode == 0, done.stderr
-    found = []
-    for names, num_ranks in (("model", "1"), ("transformers", "2")):
-        options = ["--ranks", num_ranks, "--steps", "2", "--init-from", str(tmp_path / names), "--check-baseline", "2", "--tied"]
-        found.append(train(text, tmp_path / "again" / names, *options, "--precision", "bf16"))
-    assert all(document["baseline"]["identical"] for document in found)
-    drawn, begun = first["losses"][0], [document["losses"][0] for document in found]
-    assert begun[0] == pytest.approx(begun[1], rel=1e-5)
-    assert begun[0] < first["losses"][2] < drawn
+@pytest.mark.parametrize("names", ["transformers", pytest.param("model", marks=pytest.mark.full)])
+def test_train_begins_from_an_export(names: str, text: Path, tmp_path: Path):
+    """The plain loop begins from the same weights, on its own way; under transformers' names or those of the run."""
+    first = train(text, tmp_path / "first", "--ranks", "1", "--steps", "3", "--save-every", "3", "--tied")
+    assert run(["checkpoint", "export", str(tmp_path / "first/checkpoints"), "--to", str(tmp_path / "out"), "--as", names]) == 0
+    options = ["--ranks", "2", "--steps", "2", "--init-from", str(tmp_path / "out"), "--check-baseline", "2", "--tied"]
+    second = train(text, tmp_path / "second", *options, "--precision", "bf16")
+    assert second["baseline"]["identical"]
+    assert second["losses"][0] < first["losses"][2] < first["losses"][0]
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.full
 def test_train_a_transformers_class_and_export_it(text: Path, tmp_path: Path):
     config = transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2, n_positions=64)
     torch.manual_seed(9)
@@ -202,12 +196,9 @@ def test_train_refuses_what_is_not_its_model(text: Path, tmp_path: Path, capsys:
     assert "a pickle" in capsys.readouterr().err
     assert run([*base, str(tmp_path / "llama"), "--resume", str(tmp_path)]) == 2
     assert "run.init_from" in capsys.readouterr().err
-    shutil.copytree(tmp_path / "llama", tmp_path / "bare")
-    (tmp_path / "bare" / "config.json").unlink()
-    for path, said in (("llama", "vocab_size is 97, and model.vocab is 256"), ("bare", "'embedding.weight' has shape (97, 32)")):
-        done = shardbook(*base, str(tmp_path / path))
-        assert done.returncode == 2, done.stderr
-        assert said in done.stderr
+    done = shardbook(*base, str(tmp_path / "llama"))
+    assert done.returncode == 2, done.stderr
+    assert "vocab_size is 97, and model.vocab is 256" in done.stderr
 
 
 @pytest.mark.parametrize(

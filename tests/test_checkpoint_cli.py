@@ -91,6 +91,10 @@ def test_wrong_usage(made: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: 
         (["export", str(made[0])], "--to is missing"),
         (["export", str(made[0]), "--to", str(tmp_path / "x"), "--file-size", "7G"], "--file-size"),
         (["inspect", str(made[0]), "--to", "x"], "no effect"),
+        (["verify", str(made[0]), "--config", "x"], "no effect"),
+        (["export", str(made[0]), "--to", str(tmp_path / "x"), "--as", "transformers"], "doesn't say what its model is"),
+        (["export", str(made[0]), "--to", str(tmp_path / "x"), "--as", "transformers", "--config", "x"], "--config: no effect"),
+        (["export", str(made[0]), "--to", str(tmp_path / "x"), "--config", str(tmp_path / "none.json")], "can't be read"),
     ):
         assert run(["checkpoint", *arguments]) == 2
         assert said in capsys.readouterr().err

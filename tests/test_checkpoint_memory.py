@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import shardbook as sb
 from shardbook.accounts import Account
+from shardbook.checkpoint.write import BLOCK_NBYTES
 from tests import ranks
 
 WIDTH, NUM_UNITS = 1024, 8
@@ -69,6 +71,15 @@ def job(stage: int, param: str, folder: Path) -> tuple[dict[str, int], dict[str,
     return saving, loading
 
 
+def import_job(stage: int, param: str, folder: Path) -> dict[str, int]:
+    engine = engine_of(stage, param, 1)
+    engine.backward(engine(torch.randn(2, WIDTH)).float().square().mean())
+    engine.step()
+    importing = held(engine, lambda: engine.load_weights(folder / "w.safetensors"))
+    engine.close()
+    return importing
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "param"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16")])
 def test_at_most_a_unit_above_the_training_state(stage: int, param: str, tmp_path: Path):
@@ -81,3 +92,16 @@ def test_at_most_a_unit_above_the_training_state(stage: int, param: str, tmp_pat
         assert loading["books"] - loading["state"] < UNIT
         assert loading["allocator"] - loading["state"] < UNIT
         assert loading["process"] < loading["state"] + UNIT + (64 << 20)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stage", "param"), [(0, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_an_import_holds_a_block(stage: int, param: str, tmp_path: Path):
+    """4 MiB of a file at a time, whatever the size of the unit (8 MiB) and of the file (64 MiB)."""
+    names = [f"{unit}.{layer}" for unit in range(NUM_UNITS) for layer in (0, 1)]
+    values = {f"{name}.weight": torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16) for name in names}
+    save_file(values | {f"{name}.bias": torch.ones(WIDTH, dtype=torch.bfloat16) for name in names}, tmp_path / "w.safetensors")
+    for importing in ranks.call(2, import_job, stage, param, tmp_path):
+        assert importing["books"] - importing["state"] <= BLOCK_NBYTES
+        assert importing["allocator"] - importing["state"] < 3 * BLOCK_NBYTES
+        assert importing["process"] < UNIT + (64 << 20)

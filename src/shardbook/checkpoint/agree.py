@@ -22,7 +22,7 @@ class Ranks:
 
     def told(self, text: str) -> list[str]:
         """Every rank's text (its first 2,000 bytes), by rank. All ranks call it."""
-        data = text.encode()[: (_WORDS - 1) * _BYTES]
+        data = text.encode(errors="replace")[: (_WORDS - 1) * _BYTES]
         words = [float(len(data))] + [float(int.from_bytes(data[at : at + _BYTES], "little")) for at in range(0, len(data), _BYTES)]
         vector = torch.tensor(words + [0.0] * (_WORDS - len(words)), dtype=torch.float64, device=self._device)
         rows = self._transport.exchange(vector, "checkpoint").tolist()

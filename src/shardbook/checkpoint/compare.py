@@ -14,7 +14,8 @@ from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.manifest import Manifest
 from shardbook.engine.flat import Flat, Member
 
-_SHOWN = 6
+SHOWN = 6
+"""Findings that an error names; of the rest it tells how many they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,8 @@ class Findings:
             CheckpointError: there are some.
         """
         if self.texts:
-            more = f"; and {len(self.texts) - _SHOWN} more" if len(self.texts) > _SHOWN else ""
-            raise CheckpointError(f"{folder}: does not fit this engine: {'; '.join(self.texts[:_SHOWN])}{more}. Nothing was changed")
+            more = f"; and {len(self.texts) - SHOWN} more" if len(self.texts) > SHOWN else ""
+            raise CheckpointError(f"{folder}: does not fit this engine: {'; '.join(self.texts[:SHOWN])}{more}. Nothing was changed")
 
 
 def compare_parameters(manifest: Manifest, members: Sequence[tuple[Flat, Member]], allowed: Allowed, found: Findings) -> set[str]:

@@ -5,10 +5,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardbook.checkpoint import load, save
+from shardbook.checkpoint import import_weights, load, save
 from shardbook.checkpoint.agree import Ranks
 from shardbook.checkpoint.background import Background
 from shardbook.checkpoint.compare import Allowed
+from shardbook.checkpoint.foreign_names import Asked as AskedOfWeights
 from shardbook.checkpoint.plan import Asked
 from shardbook.engine import engine
 from shardbook.engine.report import StepReport
@@ -17,7 +18,7 @@ from shardbook.engine.report import StepReport
 class Engine(engine.Engine):
     """Trains a model under ZeRO, and keeps what it has reached: :class:`shardbook.engine.engine.Engine` says what it takes.
 
-        >>> import tempfile, torch, shardbook as sb
+    >>> import tempfile, torch, shardbook as sb
     >>> model = torch.nn.Linear(4, 2)
     >>> engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), sb.ZeroConfig(stage=2))
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -83,6 +84,33 @@ class Engine(engine.Engine):
             self._background.wait(self._ranks)
             allowed = Allowed(missing=allow_missing, unexpected=allow_unexpected)
             return load.load(self, Path(path), Asked(allowed=allowed, schedulers=schedulers))
+
+    def load_weights(
+        self,
+        path: Path,
+        *,
+        rename: Mapping[str, str] | None = None,
+        allow_missing: Sequence[str] = (),
+        allow_unexpected: Sequence[str] = (),
+    ) -> None:
+        """Begin from weights that others wrote, as safetensors. All ranks call it, between two steps.
+
+        As ``model.load_state_dict`` in a plain loop: values are cast, to the type of what the optimizer updates; the optimizer's state,
+        schedulers and steps stay as they are.
+
+        Args:
+            path: a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and its files, or one file.
+            rename: beginnings of names in the files, and what stands in their place here: ``{"": "transformer."}`` puts it before all.
+            allow_missing: patterns of names of parameters and buffers that may be missing in it and keep their values.
+            allow_unexpected: patterns of names that may be in it and are left out.
+
+        Raises:
+            CheckpointError: it can't be read, or is of another model; nothing was changed.
+            UsageError: in the middle of a step, or inside ``engine.gathered``.
+        """
+        with self._doing("load"):
+            allowed = Allowed(missing=allow_missing, unexpected=allow_unexpected)
+            import_weights.import_weights(self, Path(path), AskedOfWeights(allowed=allowed, rename=rename or {}))
 
     def step(self) -> StepReport:
         report = super().step()

@@ -3,8 +3,9 @@
 import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,32 @@ from torch import Tensor
 from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.folder import Place
+from shardbook.checkpoint.foreign import INDEX
+from shardbook.checkpoint.foreign_names import FLOATING, renamed
 from shardbook.checkpoint.read import Range, Reader, open_checkpoint
 from shardbook.checkpoint.safetensors import Entry, packed_header
 from shardbook.checkpoint.write import write_bytes
 from shardbook.engine.state import WEIGHT
 
-INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """How to write. ``dtype``: of all floating parameters (a name in the format); None: each in the type it was trained in.
 
-    ``file_nbytes``: no file is larger, unless one parameter alone is.
+    ``file_nbytes``: no file is larger, unless one parameter alone is. ``rename``: beginnings of names, and what stands in their place in
+    the files. ``config``: fields of a ``config.json`` to lie beside them, which is told the type that most weights have.
     """
 
     dtype: str | None = None
     file_nbytes: int = 5 * 10**9
+    rename: Mapping[str, str] = field(default_factory=dict[str, str])
+    config: Mapping[str, Any] | None = None
 
 
 def export(folder: Path, to: Path, form: Form) -> list[Path]:
-    """Write all parameters and module buffers (rank 0's) of a checkpoint into a new folder; the files, the index last.
+    """Write all parameters and module buffers (rank 0's) of a checkpoint into a new folder; the files, index and config last.
 
     One parameter at a time is in memory. Every byte that is read is checked. Tied parameters are written once, under their first name.
 
@@ -51,10 +57,13 @@ def export(folder: Path, to: Path, form: Form) -> list[Path]:
         try:
             names = _names(len(groups))
             for name, entries in zip(names, groups, strict=True):
-                _write_file(reader, place.folder / name, entries)
+                _write_file(reader, place.folder / name, entries, form.rename)
             if len(groups) > 1:
-                _write_index(place.folder, names, groups)
+                _write_json(place.folder / INDEX, _index(names, groups, form.rename))
                 names.append(INDEX)
+            if form.config is not None:
+                _write_json(place.folder / CONFIG, {**form.config, "dtype": _main_type(groups)})
+                names.append(CONFIG)
             place.publish(keep=None)
         except BaseException:
             place.give_up()
@@ -98,8 +107,8 @@ def _names(count: int) -> list[str]:
     return ["model.safetensors"] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _write_file(reader: Reader, path: Path, entries: Sequence[Entry]) -> None:
-    header, _ = packed_header(entries, {"format": "pt"})
+def _write_file(reader: Reader, path: Path, entries: Sequence[Entry], rename: Mapping[str, str]) -> None:
+    header, _ = packed_header([replace(entry, key=renamed(entry.key, rename)) for entry in entries], {"format": "pt"})
     with path.open("xb", buffering=0) as file:
         write_bytes(file.fileno(), memoryview(header))
         for entry in entries:
@@ -139,10 +148,22 @@ def _read(reader: Reader, ranges: Sequence[Range], numel: int) -> Tensor:
     return flat
 
 
-def _write_index(folder: Path, names: Sequence[str], groups: Sequence[Sequence[Entry]]) -> None:
-    places = {entry.key: name for name, entries in zip(names, groups, strict=True) for entry in entries}
+def _index(names: Sequence[str], groups: Sequence[Sequence[Entry]], rename: Mapping[str, str]) -> dict[str, Any]:
+    places = {renamed(entry.key, rename): name for name, entries in zip(names, groups, strict=True) for entry in entries}
     total = sum(entry.nbytes for entries in groups for entry in entries)
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
-    with (folder / INDEX).open("xb", buffering=0) as file:
-        write_bytes(file.fileno(), memoryview(text.encode()))
+    return {"metadata": {"total_size": total}, "weight_map": places}
+
+
+def _main_type(groups: Sequence[Sequence[Entry]]) -> str:
+    """The floating type of most elements, as a ``config.json`` names it: from_pretrained casts all weights to that one."""
+    numels: Counter[str] = Counter()
+    for entries in groups:
+        for entry in entries:
+            numels[entry.dtype] += entry.numel if entry.dtype in FLOATING else 0
+    return str(TYPES[numels.most_common(1)[0][0]]).removeprefix("torch.")
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with path.open("xb", buffering=0) as file:
+        write_bytes(file.fileno(), memoryview((json.dumps(content, indent=2) + "\n").encode()))
         os.fsync(file.fileno())

@@ -4,7 +4,8 @@ Each rank reads the byte ranges it needs, twice: once for their checksums, once 
 alternative, a second copy in memory until all is checked, costs what ZeRO saves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def load(engine: Engine, path: Path, asked: Asked) -> Mapping[str, Any]:
         CheckpointError: it is damaged, incomplete, or of something else; nothing was changed.
         UsageError: in the middle of a step, or inside ``engine.gathered``.
     """
-    _check_idle(engine)
+    check_idle(engine, "load")
     ranks = Ranks(engine.transport, engine._context.storage.device)
     folder = _find(ranks, path)
     reader = None
@@ -51,12 +52,25 @@ def load(engine: Engine, path: Path, asked: Asked) -> Mapping[str, Any]:
     return plan.plain.extra
 
 
-def _check_idle(engine: Engine) -> None:
+def check_idle(engine: Engine, method: str) -> None:
+    """Raise UsageError where values can't be changed: ``engine.{method}`` was called inside a step, or where they are in use."""
     if engine._passes.tally.num_micro_batches:
-        raise UsageError("engine.load: in the middle of a step; call it before the first engine.backward of one")
+        raise UsageError(f"engine.{method}: in the middle of a step; call it before the first engine.backward of one")
     for unit in engine._units:
         if unit.pins or unit.in_use:
-            raise UsageError(f"engine.load: unit {unit.name!r} is in use (engine.gathered, or a forward); leave it first")
+            raise UsageError(f"engine.{method}: unit {unit.name!r} is in use (engine.gathered, or a forward); leave it first")
+
+
+@contextmanager
+def changing(engine: Engine) -> Generator[None]:
+    """Around what writes to :func:`weight_places`: nothing is under way to them, and afterwards older graphs must not use them."""
+    for unit in engine._units:
+        if unit.flats and unit.flats[0].stays_full:
+            unit.wait()
+    yield
+    for unit in engine._units:
+        unit.changed()
+        unit.release()
 
 
 def _find(ranks: Ranks, path: Path) -> Path:
@@ -105,9 +119,12 @@ class Job:
 
 def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan) -> None:
     """Everything is known to be right: change it."""
-    for unit in engine._units:
-        if unit.flats and unit.flats[0].stays_full:
-            unit.wait()
+    with changing(engine):
+        _fill(engine, reader, plan)
+    _apply_plain(engine, ranks, reader.manifest, plan.plain)
+
+
+def _fill(engine: Engine, reader: Reader, plan: Plan) -> None:
     places = [*plan.weights, *_states(engine, reader, plan)]
     jobs = [Job(wanted, place) for place in places for wanted in reader.ranges(place.what, place.name, place.start, place.stop)]
     buffer = engine._context.storage.buffer(Account.WORKSPACE, "root", BLOCK_NBYTES, torch.uint8)
@@ -120,10 +137,6 @@ def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan) -> None:
         reader.fill(wanted, (values,), None, staging)
         tensor.copy_(values.view(tensor.shape))
     buffer.give_back()
-    for unit in engine._units:
-        unit.changed()
-        unit.release()
-    _apply_plain(engine, ranks, reader.manifest, plan.plain)
 
 
 def _states(engine: Engine, reader: Reader, plan: Plan) -> list[Place]:

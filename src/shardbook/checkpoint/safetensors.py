@@ -121,7 +121,7 @@ def _checked(path: Path, key: str, value: Any) -> Entry:
     dtype: Any = fields.get("dtype")
     shape: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
-    if dtype not in ITEMSIZE or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{path}: tensor {key!r} is described by {str(value)[:120]}, which is no type, shape and place: damaged")
     entry = Entry(key, dtype, tuple(shape), *offsets)
     if entry.end - entry.begin != entry.nbytes:

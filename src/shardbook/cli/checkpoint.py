@@ -2,6 +2,7 @@
 
 import json as jsonlib
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +16,8 @@ from shardbook.checkpoint.folder import find
 from shardbook.checkpoint.manifest import Manifest
 from shardbook.checks import SIZE_EXAMPLE, parse_nbytes
 from shardbook.errors import ConfigError
+from shardbook.models.config import DecoderConfig
+from shardbook.models.llama import beginnings, config_json
 from shardbook.tables.sizes import size
 
 NO_TORCH = "checkpoint {action} needs torch, which is not here: pip install 'shardbook[train]'"
@@ -24,17 +27,23 @@ _Path = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"
 _To = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help="export: a new folder for the safetensors files")]
 _Dtype = Annotated[Literal["fp32", "bf16", "fp16"] | None, tyro.conf.arg(help="export: type of the weights (default: as trained)")]
 _File = Annotated[str, tyro.conf.arg(metavar="SIZE", help="export: largest file")]
+_As = Annotated[
+    Literal["model", "transformers"],
+    tyro.conf.arg(name="as", help="export: names of the model that was trained, or of transformers' class for a run of shardbook train"),
+]
+_Config = Annotated[Path | None, tyro.conf.arg(metavar="JSON", help="export: a config.json to put beside the files")]
 _Json = Annotated[bool, tyro.conf.arg(help="print it as JSON"), tyro.conf.FlagCreatePairsOff]
 
 _CODES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def checkpoint(
-    action: _Action, path: _Path, /, *, to: _To = None, dtype: _Dtype = None, file_size: _File = "5GB", json: _Json = False
-) -> int:
+    action: _Action, path: _Path, /, *, to: _To = None, dtype: _Dtype = None, file_size: _File = "5GB", as_: _As = "model",
+    config: _Config = None, json: _Json = False,
+) -> int:  # fmt: skip
     """Inspect a checkpoint (a tree with sizes), verify every byte of it, or export its weights as sharded safetensors."""
-    if action != "export" and (to is not None or dtype is not None):
-        raise ConfigError(f"--to and --dtype: no effect on {action}; they belong to export")
+    if action != "export" and (to is not None or dtype is not None or config is not None or as_ != "model"):
+        raise ConfigError(f"--to, --dtype, --as and --config: no effect on {action}; they belong to export")
     folder = find(path)
     if action == "inspect":
         return _inspect(folder, as_json=json)
@@ -44,7 +53,7 @@ def checkpoint(
         return _verify(folder, as_json=json)
     if to is None:
         raise ConfigError("export: --to is missing; give a new folder for the files")
-    return _export(folder, to, dtype, file_size, as_json=json)
+    return _export(folder, to, _form(folder, dtype, file_size, as_, config), as_json=json)
 
 
 def _verify(folder: Path, *, as_json: bool) -> int:
@@ -58,13 +67,45 @@ def _verify(folder: Path, *, as_json: bool) -> int:
     return 1 if found else 0
 
 
-def _export(folder: Path, to: Path, dtype: str | None, file_size: str, *, as_json: bool) -> int:
-    from shardbook.checkpoint.export import Form, export
+def _form(folder: Path, dtype: str | None, file_size: str, as_: str, config: Path | None) -> Any:
+    from shardbook.checkpoint.export import Form
 
     nbytes = parse_nbytes(file_size)
     if nbytes is None or nbytes < 1:
         raise ConfigError(f"--file-size = {file_size!r}: allowed is a size with its unit, as {SIZE_EXAMPLE}")
-    files = export(folder, to, Form(dtype=None if dtype is None else _CODES[dtype], file_nbytes=nbytes))
+    form = Form(dtype=None if dtype is None else _CODES[dtype], file_nbytes=nbytes)
+    if as_ == "transformers":
+        if config is not None:
+            raise ConfigError("--config: no effect beside --as transformers, which writes one; leave one of them out")
+        return replace(form, **_as_transformers(folder))
+    if config is None:
+        return form
+    from shardbook.models.local import read_config
+
+    return replace(form, config=read_config(config))
+
+
+def _as_transformers(folder: Path) -> dict[str, Any]:
+    """How to name the weights of a run of ``shardbook train``, and the ``config.json``, from what the run said of its model."""
+    try:
+        known = manifest.read(folder).content["extra"]["model"]
+        if "transformers" in known:
+            return {"rename": {"model.": ""}, "config": dict(known["transformers"])}
+        decoder = DecoderConfig(**known["decoder"])
+        return {"rename": beginnings(decoder.layers), "config": config_json(decoder, int(known["sequence"]))}
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"--as transformers: {folder} doesn't say what its model is, as checkpoints of shardbook train do; "
+            f"leave it out, and give the model's config.json with --config"
+        ) from error
+
+
+def _export(folder: Path, to: Path, form: Any, *, as_json: bool) -> int:
+    from shardbook.checkpoint.export import export
+
+    files = export(folder, to, form)
     print(jsonlib.dumps({"checkpoint": str(folder), "files": list(map(str, files))}, indent=2) if as_json else "\n".join(map(str, files)))
     return 0
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from shardbook.checkpoint.foreign import find_tensors
 from shardbook.document import RunDocument, write_atomically
 from shardbook.errors import ConfigError
 from shardbook.report.console import shortage_table
@@ -64,6 +65,7 @@ _NAMES: Mapping[str, str] = {
     "save_async": "run.save_async",
     "keep": "run.keep",
     "resume": "run.resume",
+    "init_from": "run.init_from",
 }
 """Option to the dotted name of the recipe's value that it sets."""
 
@@ -105,6 +107,9 @@ class TrainOptions:
     save_async: Annotated[bool, _option("", "write checkpoints while the training goes on, from a copy in host memory", "")] = False
     keep: Annotated[int | None, _option("run.keep", "checkpoints that are kept, the last ones", "N")] = None
     resume: Annotated[str | None, _option("", "go on from a checkpoint; auto: the last in --out, if any (default: begin)", "PATH")] = None
+    init_from: Annotated[
+        Path | None, _option("", "begin from these weights: safetensors, as transformers or export wrote them", "PATH")
+    ] = None
     json: Annotated[bool, _option("", "print run.json on stdout and everything else on stderr", "")] = False
 
     def given(self) -> dict[str, Sourced]:
@@ -149,6 +154,8 @@ def _check(recipe: Recipe, world: World | None) -> None:
     if recipe.run.port is not None and (world is not None or recipe.run.ranks == 1):
         why = f"{world.started_by} has started the ranks" if world is not None else "a rank alone meets nobody"
         raise ConfigError(f"run.port = {recipe.run.port} ({recipe.origin('run.port')}): no effect, as {why}; leave it out")
+    if recipe.run.init_from is not None:
+        find_tensors(recipe.run.init_from)
     split(read_text(recipe.data.text, recipe.data.limit_nbytes), recipe.batch.sequence, recipe.data.validation)
     try:
         recipe.run.out.mkdir(parents=True, exist_ok=True)

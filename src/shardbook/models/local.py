@@ -39,7 +39,7 @@ def build_local(path: Path, *, vocab: int, seed: int) -> LocalModel:
         ConfigError: no such file, not a model's configuration, a class transformers doesn't have, or no transformers here.
     """
     path = path / "config.json" if path.is_dir() else path
-    facts = _read(path)
+    facts = read_config(path)
     transformers = _transformers(path)
     try:
         config = transformers.AutoConfig.for_model(**facts)
@@ -55,7 +55,13 @@ def build_local(path: Path, *, vocab: int, seed: int) -> LocalModel:
     return LocalModel(model.float())
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The fields of a ``config.json``, or of the one in a folder.
+
+    Raises:
+        ConfigError: no such file, or no model's configuration.
+    """
+    path = path / "config.json" if path.is_dir() else path
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from shardbook.checkpoint.folder import finished
 from shardbook.errors import ConfigError
+from shardbook.models.local import read_config
 from shardbook.train.loop import Training
 
 FOLDER = "checkpoints"
@@ -78,7 +80,7 @@ class Keeping:
         flags = transport.exchange(torch.tensor([float(ends)], dtype=torch.float64, device=self._training.device), "the end of a step")
         ends = bool(flags.any())
         if ends or step % every == 0 or step == self._run.steps:
-            extra = {"step": step, "data": self._data(step), "told": self._training.told()}
+            extra = {"step": step, "data": self._data(step), "told": self._training.told(), "model": self._model()}
             wait = not self._run.save_async or ends or step == self._run.steps  # nothing goes on beside the last one
             self._training.engine.save(self._folder / f"step-{step:08d}", extra=extra, keep=self._run.keep, wait=wait)
         return ends
@@ -90,6 +92,13 @@ class Keeping:
             return Path(self._run.resume)
         found = finished(self._folder)
         return found[-1].parent if found else None  # the last one in it, as rank 0 sees it
+
+    def _model(self) -> dict[str, Any]:
+        """What an export needs to name the weights as transformers does, and to write a ``config.json``."""
+        recipe = self._training.recipe
+        if recipe.model_file is None:
+            return {"decoder": asdict(recipe.model), "sequence": recipe.batch.sequence}
+        return {"transformers": read_config(recipe.model_file)}
 
     def _data(self, step: int) -> dict[str, Any]:
         recipe = self._training.recipe

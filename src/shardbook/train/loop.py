@@ -21,6 +21,7 @@ from shardbook.recording.replicas import Replicas
 from shardbook.train.baseline import PlainLoop
 from shardbook.train.books import Books
 from shardbook.train.compare import Comparison
+from shardbook.train.initial import load_initial
 from shardbook.train.optimizer import build_optimizer, build_scheduler
 from shardbook.train.plain_memory import check_plain_fits
 from shardbook.train.prepare import build_batches, build_model, build_sharded_model, read_same_text
@@ -50,6 +51,7 @@ class Training:
         optimizer = build_optimizer(model.named_parameters(), recipe.optimizer)
         scheduler = build_scheduler(optimizer, recipe.optimizer, recipe.run.steps)
         self.engine = Engine(model, optimizer, recipe.zero, scheduler=scheduler, init=init, device=device)
+        load_initial(self.engine, recipe)
         self.comparison = Comparison(self.engine, compared, self._build_plain() if compared and world.rank == 0 else None)
         self.books = Books(self.engine, world.rank, device, None if recorded else recipe.run.budget, self._plain_tensors)
         self.books.measures = not recorded

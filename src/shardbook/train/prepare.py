@@ -11,6 +11,7 @@ from shardbook.errors import ConfigError
 from shardbook.models.decoder import Decoder, init_weights
 from shardbook.models.local import build_local
 from shardbook.train.batches import Batches
+from shardbook.train.initial import fill_initial
 from shardbook.train.recipe import Recipe
 from shardbook.train.text import VOCAB, Text, read_text, split
 from shardbook.train.world import World
@@ -54,6 +55,12 @@ def build_batches(recipe: Recipe, text: Text) -> tuple[Batches, Batches]:
 
 def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     """The whole model on ``device``, in fp32, with the weights that every model of this recipe has on this kind of device."""
+    model = _drawn(recipe, device)
+    fill_initial(model, recipe)
+    return model
+
+
+def _drawn(recipe: Recipe, device: torch.device) -> nn.Module:
     if recipe.model_file is not None:
         return build_local(recipe.model_file, vocab=VOCAB, seed=recipe.run.seed).to(device)
     with device:
@@ -61,7 +68,10 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
 
 
 def build_sharded_model(recipe: Recipe, device: torch.device) -> tuple[nn.Module, Callable[[nn.Module], None] | None]:
-    """The model for an engine, and what initialises a unit of it: our own is on the meta device, so that no rank ever holds it whole."""
+    """The model for an engine, and what initialises a unit of it: our own is on the meta device, so that no rank ever holds it whole.
+
+    Its weights are drawn; :func:`shardbook.train.initial.load_initial` brings those that the recipe begins from.
+    """
     if recipe.model_file is not None:
-        return build_model(recipe, device), None
-    return build_model(recipe, torch.device("meta")), init_weights
+        return _drawn(recipe, device), None
+    return _drawn(recipe, torch.device("meta")), init_weights

@@ -16,6 +16,7 @@ from shardbook.errors import ConfigError
 from shardbook.models.decoder import Decoder, init_weights
 from shardbook.recording.record import Recorder
 from shardbook.train.baseline import Part, PlainLoop
+from shardbook.train.initial import fill_initial
 from shardbook.train.optimizer import build_optimizer, build_scheduler
 from shardbook.train.prepare import build_model
 from shardbook.train.recipe import Recipe
@@ -207,4 +208,5 @@ def _build_unit(recipe: Recipe, name: str, device: torch.device) -> nn.Module:
         unit = check_unit(Decoder(recipe.model, recipe.run.seed), name)
     unit.to_empty(device=device)
     init_weights(unit)
+    fill_initial(unit, recipe, under=f"{name}.")
     return unit

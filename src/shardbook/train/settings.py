@@ -114,6 +114,7 @@ class RunSettings:
         save_async: whether checkpoints are written while the training goes on, from a copy in host memory; the last one is not.
         keep: checkpoints that are kept, the last ones.
         resume: a checkpoint to go on from; ``"auto"``: the last one in ``out``, if there is one. ``None``: begin.
+        init_from: weights to begin from, as safetensors: a folder or a file. ``None``: drawn from ``seed``.
         budget: bytes that a rank's books may hold, as a number or as ``"8GiB"``; more ends the run and says why. ``None``: no limit.
     """
 
@@ -130,6 +131,7 @@ class RunSettings:
     save_async: bool = False
     keep: int = 2
     resume: str | None = None
+    init_from: Path | None = None
 
     def __post_init__(self) -> None:
         check = Check(self)
@@ -147,6 +149,12 @@ class RunSettings:
         check.path("out")
         if self.resume is not None and not isinstance(self.resume, (str, Path)):
             check.add("resume", self.resume, 'the path of a checkpoint, or "auto"', "leave it out to begin")
+        if self.init_from is not None:
+            check.path("init_from")
+            if self.resume not in (None, "auto"):
+                check.add(
+                    "init_from", str(self.init_from), "no other beginning beside it", "run.resume goes on from a checkpoint: leave one out"
+                )
         check.choice("device", ("auto", "cpu", "cuda"))
         if isinstance(self.budget, str) and (nbytes := parse_nbytes(self.budget)) is not None:
             object.__setattr__(self, "budget", nbytes)

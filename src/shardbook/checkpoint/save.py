@@ -5,6 +5,7 @@ folder its name.
 import json
 import os
 import secrets
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -46,8 +47,8 @@ def save(engine: Engine, path: Path, given: Given) -> Path:
     _check_between_steps(engine)
     ranks = Ranks(engine.transport, engine._context.storage.device)
     with ranks.together("asking for a checkpoint"):
-        if given.keep is not None and given.keep < 1:
-            raise CheckpointError(f"keep: {given.keep}; at least 1 checkpoint is kept (None: all of them)")
+        if given.keep is not None and (type(given.keep) is not int or given.keep < 1):
+            raise CheckpointError(f"keep: {given.keep!r}; at least 1 checkpoint is kept (None: all of them)")
         content = _content(engine, given)
     place, folder = _begin(ranks, path)
     try:
@@ -149,7 +150,7 @@ def _content(engine: Engine, given: Given) -> dict[str, Any]:
     """What all ranks know alike."""
     scale = engine._stepper
     return {
-        "written_by": {"shardbook": metadata.version("shardbook"), "torch": torch.__version__},
+        "written_by": {"shardbook": metadata.version("shardbook"), "torch": torch.__version__, "time_ns": time.time_ns()},
         "step": engine.num_steps,
         "block_nbytes": BLOCK_NBYTES,
         "config": _config(engine),

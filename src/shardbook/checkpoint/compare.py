@@ -87,7 +87,7 @@ def compare_buffers(manifest: Manifest, buffers: Mapping[str, Tensor], allowed: 
     """The names of the module buffers that both have."""
     stored: Mapping[str, Any] = manifest.content["buffers"]
     for name, tensor in buffers.items():
-        form = f"{CODES[tensor.dtype]} {tuple(tensor.shape)}"
+        form = f"{CODES.get(tensor.dtype, tensor.dtype)} {tuple(tensor.shape)}"
         theirs = f"{stored[name]['dtype']} {tuple(stored[name]['shape'])}" if name in stored else None
         if theirs is None and not allowed.misses(name):
             found.add(f"buffer {name!r} is missing in it (allow_missing= lets it keep its value)")

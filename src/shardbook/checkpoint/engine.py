@@ -37,7 +37,7 @@ class Engine(engine.Engine):
             UsageError: in the middle of a step.
         """
         with self._doing("save"):
-            return save.save(self, Path(path), save.Given(extra=extra or {}, schedulers=schedulers, keep=keep))
+            return save.save(self, Path(path), save.Given(extra={} if extra is None else extra, schedulers=schedulers, keep=keep))
 
     def load(
         self, path: Path, *, schedulers: Sequence[Any] = (), allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = ()

@@ -80,7 +80,7 @@ def _prepare(engine: Engine, rank: int, folder: Path, asked: Asked) -> tuple[Rea
             reader.verify(wanted)
         reader.drain()
         reader.check_unchanged()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         reader.close()
         if isinstance(error, CheckpointError):
             raise

@@ -120,6 +120,8 @@ def _plain(engine: Engine, found: Manifest, matches: Sequence[int | None], pairs
     options = [None if match is None else _mapping(optimizer["groups"][match]["options"]) for match in matches]
     scalars = {} if optimizer is None else _mapping(optimizer["scalars"])
     rng = [_mapping(state) for state in found.content["rng"]]
+    if not rng:
+        raise TypeError("rng is of no rank")
     for state in rng:
         chance.check(state)
     kinds = None if scale is None else [type(scale[key]) for key in ("value", "dynamic", "num_good")]

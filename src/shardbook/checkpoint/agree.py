@@ -49,7 +49,7 @@ class Ranks:
             failure, cause = _words(error, doing), error
         except RankError:
             raise  # nothing can be told any more
-        except Exception as error:  # the others would wait for this rank for ever
+        except Exception as error:  # noqa: BLE001  the others would wait for this rank for ever
             failure, cause = f"{doing}: {type(error).__name__}: {error}", error
         found = [(rank, text) for rank, text in enumerate(self.told(failure)) if text]
         if found:

@@ -182,7 +182,7 @@ def _clear_series(path: Path) -> None:
 
 
 def series(path: Path) -> list[Path]:
-    """The finished checkpoints beside ``path`` whose names differ from its name in the last number only, the one written last at the end."""
+    """The finished checkpoints beside ``path`` whose names differ from its in the last number only, the one written last at the end."""
     pattern = _pattern(path.name)
     return [found for found in finished(path.parent) if _pattern(found.name) == pattern]
 

@@ -80,8 +80,9 @@ def _encoded_tensor(tensor: Tensor, where: str) -> list[Any]:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes > MAX_TENSOR_NBYTES or tensor.dtype not in CODES or tensor.layout != torch.strided or tensor.device.type == "meta":
         raise CheckpointError(
-            f"{where}: a tensor of {nbytes} bytes of {tensor.dtype} ({tensor.layout}, {tensor.device}); among plain data up to {MAX_TENSOR_NBYTES} bytes of "
-            f"{', '.join(sorted(CODES.values()))} are kept: make it a buffer of the model, or write it to a file of its own"
+            f"{where}: a tensor of {nbytes} bytes of {tensor.dtype} ({tensor.layout}, {tensor.device}); among plain data up to "
+            f"{MAX_TENSOR_NBYTES} bytes of {', '.join(sorted(CODES.values()))} are kept: make it a buffer of the model, or "
+            f"write it to a file of its own"
         )
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return [CODES[tensor.dtype], list(tensor.shape), base64.b64encode(bytes(data.tolist())).decode()]

@@ -12,6 +12,7 @@ import shardbook as sb
 from shardbook.checkpoint import save as saving
 from shardbook.checkpoint.export import Form, export
 from shardbook.checkpoint.verify import faults
+from shardbook.cli.main import run
 from tests import ranks
 from tests.checkpoints import Setup, build, held, train
 from tests.test_checkpoint_bad_input import edit, refused
@@ -126,6 +127,13 @@ def test_a_manifest_by_hand_is_a_fault(change: Any, path: Path):
     edit(path, change)
     refused(path)
     assert any("manifest.json" in fault for fault in faults(path))
+
+
+@pytest.mark.parametrize("field", ["config", "units", "buffers", "schedulers"])
+def test_inspect_names_a_manifest_by_hand(field: str, path: Path, capsys: pytest.CaptureFixture[str]):
+    edit(path, lambda body: body.update({field: 3}))
+    assert run(["checkpoint", "inspect", str(path)]) == 2
+    assert "manifest.json: a field" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", [lambda body: body.update(rng=[]), lambda body: body["rng"][0]["numpy"]["$tuple"].__setitem__(2, 2**70)])

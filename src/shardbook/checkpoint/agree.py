@@ -8,6 +8,7 @@ import torch
 
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.engine.comm import Transport
+from shardbook.errors import RankError
 
 _WORDS = 340
 _BYTES = 6  # of a float64's mantissa, in which every integer up to 48 bits is exact
@@ -46,6 +47,10 @@ class Ranks:
             yield
         except (CheckpointError, OSError) as error:
             failure, cause = words(error, doing), error
+        except RankError:
+            raise  # nothing can be told any more
+        except Exception as error:  # noqa: BLE001  the others would wait for this rank for ever
+            failure, cause = f"{doing}: {type(error).__name__}: {error}", error
         found = [(rank, text) for rank, text in enumerate(self.told(failure)) if text]
         if found:
             rank, text = found[0]

@@ -16,20 +16,42 @@ from shardbook.engine.flat import Flat, Member
 
 SHOWN = 6
 """Findings that an error names; of the rest it tells how many they are."""
+OPTIMIZER, SCHEDULERS = "optimizer", "schedulers"
+"""What may be allowed as a whole, beside parameters and buffers."""
+ANEW = f"(allow_unexpected=({OPTIMIZER!r},) leaves its optimizer out and begins this one anew)"
+
+_KEEPS = "(named in allow_missing= and in allow_unexpected=, it keeps its value)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """Patterns of names (``fnmatch``) that need not be in the checkpoint, and of names in it that nobody needs."""
+    """Patterns of names (``fnmatch``) that need not be in the checkpoint, and of names in it that nobody needs.
+
+    Raises:
+        CheckpointError: one string instead of a list of them, of which each letter would be a pattern.
+    """
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, patterns in (("missing", self.missing), ("unexpected", self.unexpected)):
+            if isinstance(patterns, str):
+                raise CheckpointError(f"allow_{name}: {patterns!r}; a list of patterns is allowed: [{patterns!r}]")
 
     def misses(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.missing)
 
     def ignores(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.unexpected)
+
+    def replaces(self, name: str) -> bool:
+        """Whether what is here stays, though the checkpoint has something else of that name."""
+        return self.misses(name) and self.ignores(name)
+
+    def leaves_out(self, part: str) -> bool:
+        """Whether :data:`OPTIMIZER` or :data:`SCHEDULERS` is left where it is; said in full, as ``*`` means names of parameters."""
+        return part in self.unexpected
 
 
 @dataclass(slots=True)
@@ -55,26 +77,33 @@ class Findings:
 def compare_parameters(manifest: Manifest, members: Sequence[tuple[Flat, Member]], allowed: Allowed, found: Findings) -> set[str]:
     """The names of the parameters that both have."""
     stored, here = manifest.parameters, {member.name: (flat, member) for flat, member in members}
-    both_train = manifest.content["optimizer"] is not None and any(flat.trainable for flat, _ in members)
+    has_optimizer = manifest.content["optimizer"] is not None and not allowed.leaves_out(OPTIMIZER)
+    both_train = has_optimizer and any(flat.trainable for flat, _ in members)
+    replaced: set[str] = set()
     for name, (flat, member) in here.items():
         if name in stored:
-            _compare_form(stored[name], member, found)
-            if both_train:
+            fault = _other_form(stored[name], member)
+            if fault and allowed.replaces(name):
+                replaced.add(name)
+            elif fault:
+                found.add(f"parameter {name!r} has {fault} {_KEEPS}")
+            elif both_train:
                 _compare_training(stored[name], flat, member, allowed, found)
         elif not allowed.misses(name):
             found.add(f"parameter {name!r} {member.shape} is missing in it (allow_missing= lets it keep its value)")
     for name in stored:
         if name not in here and not allowed.ignores(name):
             found.add(f"parameter {name!r} {tuple(stored[name]['shape'])} is in it and not in the model (allow_unexpected= leaves it out)")
-    return set(stored) & set(here)
+    return (set(stored) & set(here)) - replaced
 
 
-def _compare_form(stored: Mapping[str, Any], member: Member, found: Findings) -> None:
+def _other_form(stored: Mapping[str, Any], member: Member) -> str | None:
     shape, stride = tuple(stored["shape"]), tuple(stored["stride"])
     if shape != member.shape:
-        found.add(f"parameter {member.name!r} has shape {shape} in it and {member.shape} here")
-    elif stride != member.stride and prod(shape) > 1:
-        found.add(f"parameter {member.name!r} has strides {stride} in it and {member.stride} here: build it in that memory format")
+        return f"shape {shape} in it and {member.shape} here"
+    if stride != member.stride and prod(shape) > 1:
+        return f"strides {stride} in it and {member.stride} here: build it in that memory format"
+    return None
 
 
 def _compare_training(stored: Mapping[str, Any], flat: Flat, member: Member, allowed: Allowed, found: Findings) -> None:
@@ -87,26 +116,29 @@ def _compare_training(stored: Mapping[str, Any], flat: Flat, member: Member, all
 def compare_buffers(manifest: Manifest, buffers: Mapping[str, Tensor], allowed: Allowed, found: Findings) -> set[str]:
     """The names of the module buffers that both have."""
     stored: Mapping[str, Any] = manifest.content["buffers"]
+    replaced: set[str] = set()
     for name, tensor in buffers.items():
-        form = f"{CODES[tensor.dtype]} {tuple(tensor.shape)}"
+        form = f"{CODES.get(tensor.dtype, tensor.dtype)} {tuple(tensor.shape)}"
         theirs = f"{stored[name]['dtype']} {tuple(stored[name]['shape'])}" if name in stored else None
         if theirs is None and not allowed.misses(name):
             found.add(f"buffer {name!r} is missing in it (allow_missing= lets it keep its value)")
+        elif theirs is not None and theirs != form and allowed.replaces(name):
+            replaced.add(name)
         elif theirs is not None and theirs != form:
-            found.add(f"buffer {name!r} is {theirs} in it and {form} here")
+            found.add(f"buffer {name!r} is {theirs} in it and {form} here {_KEEPS}")
     found.texts += [
         f"buffer {name!r} is in it and not in the model (allow_unexpected= leaves it out)"
         for name in stored
         if name not in buffers and not allowed.ignores(name)
     ]
-    return set(stored) & set(buffers)
+    return (set(stored) & set(buffers)) - replaced
 
 
 def match_groups(manifest: Manifest, names: Sequence[Sequence[str]], kind: str, found: Findings) -> list[int | None]:
     """For each parameter group here, the number of the one in the checkpoint with the same parameters (of those that both have)."""
     optimizer: Mapping[str, Any] = manifest.content["optimizer"]
     if optimizer["class"] != kind:
-        found.add(f"its optimizer is {optimizer['class']} and this engine's is {kind}")
+        found.add(f"its optimizer is {optimizer['class']} and this engine's is {kind} {ANEW}")
         return [None] * len(names)
     of: dict[str, int] = {name: number for number, group in enumerate(optimizer["groups"]) for name in group["parameters"]}
     matches: list[int | None] = []
@@ -114,10 +146,10 @@ def match_groups(manifest: Manifest, names: Sequence[Sequence[str]], kind: str, 
         theirs = {of[name]: name for name in group if name in of}
         if len(theirs) > 1:
             first, second = list(theirs.values())[:2]
-            found.add(f"parameters {first!r} and {second!r} are in one parameter group here (group {number}) and in two in it")
+            found.add(f"parameters {first!r} and {second!r} are in one parameter group here (group {number}) and in two in it {ANEW}")
         matches.append(next(iter(theirs), None))
     taken: dict[int, int] = {}
     for number, match in enumerate(matches):
         if match is not None and taken.setdefault(match, number) != number:
-            found.add(f"parameter group {match} of it is two groups here ({taken[match]} and {number})")
+            found.add(f"parameter group {match} of it is two groups here ({taken[match]} and {number}) {ANEW}")
     return matches

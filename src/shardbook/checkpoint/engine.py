@@ -52,7 +52,7 @@ class Engine(engine.Engine):
         with self._doing("save"):
             save.check_between_steps(self)
             self._background.wait(self._ranks)
-            given = save.Given(extra=extra or {}, schedulers=schedulers, keep=keep)
+            given = save.Given(extra={} if extra is None else extra, schedulers=schedulers, keep=keep)
             return save.save(self, Path(path), given) if wait else self._background.begin(self, Path(path), given)
 
     def wait_saved(self) -> Path | None:
@@ -72,9 +72,10 @@ class Engine(engine.Engine):
         Args:
             path: of a checkpoint, or of a folder of checkpoints, whose last one is meant.
             schedulers: those that the engine was not given, in the order in which they were saved.
-            allow_missing: patterns of names of parameters and buffers that may be missing in it and keep their values; "optimizer" for
-                a checkpoint without optimizer state.
-            allow_unexpected: patterns of names that may be in it and are left out.
+            allow_missing: patterns of names of parameters and buffers that may be missing in it and keep their values; "optimizer" and
+                "schedulers" for a checkpoint without them.
+            allow_unexpected: patterns of names that may be in it and are left out; "optimizer" and "schedulers" leave these out, and
+                those here begin anew. What both lists name may have another shape here, and keeps its value.
 
         Raises:
             CheckpointError: it is damaged, incomplete or of another model; nothing was changed.

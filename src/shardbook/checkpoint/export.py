@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
-from shardbook.checkpoint.folder import Place
+from shardbook.checkpoint.folder import Place, is_checkpoint
 from shardbook.checkpoint.foreign import INDEX
 from shardbook.checkpoint.foreign_names import FLOATING, renamed
 from shardbook.checkpoint.read import Range, Reader, open_checkpoint
@@ -46,8 +46,10 @@ def export(folder: Path, to: Path, form: Form) -> list[Path]:
     One parameter at a time is in memory. Every byte that is read is checked. Tied parameters are written once, under their first name.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the folder can't be written.
+        CheckpointError: the checkpoint is damaged, something is at ``to`` already, or the folder can't be written.
     """
+    if is_checkpoint(to):
+        raise CheckpointError(f"{to}: is a checkpoint, which an export must not replace: choose another path")
     reader = open_checkpoint(folder)
     try:
         for file in reader.manifest.files:

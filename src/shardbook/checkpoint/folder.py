@@ -20,6 +20,7 @@ from shardbook.checkpoint.errors import CheckpointError
 _AT_FDCWD = -100
 _EXCHANGE = 2
 _OLD = "replaced"
+_HEAD_NBYTES = 4096
 
 
 class Lock:
@@ -34,15 +35,21 @@ class Lock:
         while True:
             self._file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+                self._take()
+            except BaseException:
                 os.close(self._file)
-                raise CheckpointError(
-                    f"{path.parent}: in use: another process is writing there; give each run a folder of its own, or end the other one"
-                ) from error
+                raise
             if self._is_in_place():
                 break
             os.close(self._file)  # whoever held it has removed it meanwhile
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{self._path.parent}: in use: another process is writing there; give each run a folder of its own, or end the other one"
+            ) from error
 
     def _is_in_place(self) -> bool:
         try:
@@ -73,14 +80,17 @@ class Place:
         self._around = around(path)
         self.folder = self._around / token
         self._is_open = True
-        if path.exists() and not is_checkpoint(path):
+        if os.path.lexists(path) and not is_checkpoint(path):
             raise CheckpointError(f"{path}: exists and is no checkpoint; nothing is overwritten that isn't one: choose another path")
         _clear_series(path)
-        self._around.mkdir(parents=True, exist_ok=True)
-        self._lock = Lock(self._around / "lock")
-        recover(path)
-        _clear(self._around)
-        self.folder.mkdir()
+        self._lock = _locked(self._around)
+        try:
+            recover(path)
+            _clear(self._around)
+            self.folder.mkdir()
+        except BaseException:
+            self._leave()  # else this process would be in its own way the next time
+            raise
 
     def publish(self, *, keep: int | None) -> None:
         """Everything is written: give it its name, and of its series leave the last ``keep``."""
@@ -98,8 +108,14 @@ class Place:
         """Clear away what was written so far."""
         if self._is_open:
             self._is_open = False
-            _clear(self._around)
-            self._lock.release()
+            try:
+                _clear(self._around)
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._lock.release()
+        with contextlib.suppress(OSError):  # another process may have put its lock there already
             self._around.rmdir()
 
     def _prune(self, keep: int) -> None:
@@ -114,7 +130,26 @@ def around(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return (path / manifest.NAME).is_file()
+    """Whether a folder was written by ``engine.save``, damaged or not: others have files of that name, and nothing of theirs is touched."""
+    if not (path / manifest.NAME).is_file():
+        return False
+    return manifest.FORMAT.encode() in _head(path) or any(path.glob("rank-*.safetensors"))
+
+
+def _head(path: Path) -> bytes:
+    """The first fields of a manifest."""
+    try:
+        with (path / manifest.NAME).open("rb") as file:
+            return file.read(_HEAD_NBYTES)
+    except OSError:
+        return b""
+
+
+def _locked(folder: Path) -> Lock:
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # whoever was here before has just removed the folder
+            return Lock(folder / "lock")
 
 
 def recover(path: Path) -> None:
@@ -138,8 +173,8 @@ def _clear_series(path: Path) -> None:
     for found in list(path.parent.glob(".*.writing")) if path.parent.is_dir() else []:
         name = found.name.removeprefix(".").removesuffix(".writing")
         if name != path.name and _pattern(name) == _pattern(path.name):
-            with contextlib.suppress(CheckpointError, FileNotFoundError):
-                lock = Lock(found / "lock")  # another run may be at work there
+            with contextlib.suppress(CheckpointError, OSError):
+                lock = Lock(found / "lock")  # another run may be at work there, or it is another person's
                 recover(path.parent / name)
                 _clear(found)
                 lock.release()
@@ -147,7 +182,7 @@ def _clear_series(path: Path) -> None:
 
 
 def series(path: Path) -> list[Path]:
-    """The finished checkpoints beside ``path`` whose names differ from its name in digits only, the one written last at the end."""
+    """The finished checkpoints beside ``path`` whose names differ from its in the last number only, the one written last at the end."""
     pattern = _pattern(path.name)
     return [found for found in finished(path.parent) if _pattern(found.name) == pattern]
 
@@ -155,7 +190,13 @@ def series(path: Path) -> list[Path]:
 def finished(folder: Path) -> list[Path]:
     """The checkpoints right in a folder, the one written last at the end."""
     found = [path for path in folder.iterdir() if not path.name.startswith(".") and is_checkpoint(path)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: ((path / manifest.NAME).stat().st_mtime_ns, path.name))
+    return sorted(found, key=lambda path: (_written(path), [int(number) for number in re.findall(r"[0-9]+", path.name)], path.name))
+
+
+def _written(path: Path) -> int:
+    """When, in nanoseconds: as the manifest says, since a copy may have other times than its original."""
+    said = re.search(rb'"time_ns": (\d{1,19})', _head(path))
+    return int(said[1]) if said else (path / manifest.NAME).stat().st_mtime_ns
 
 
 def find(path: Path) -> Path:
@@ -169,7 +210,7 @@ def find(path: Path) -> Path:
         return path
     found = finished(path)
     if not found:
-        raise CheckpointError(f"{path}: no checkpoint there (no {manifest.NAME}), and none in it")
+        raise CheckpointError(f"{path}: no checkpoint there (no {manifest.NAME} that engine.save wrote), and none in it")
     return found[-1]
 
 
@@ -183,7 +224,8 @@ def synchronise(folder: Path) -> None:
 
 
 def _pattern(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+    """What names of one series have in common: all but the last number."""
+    return re.sub(r"[0-9]+(?=[^0-9]*$)", "#", name)
 
 
 def _clear(folder: Path) -> None:

@@ -4,8 +4,9 @@ Each rank reads the byte ranges it needs, twice: once for their checksums, once 
 alternative, a second copy in memory until all is checked, costs what ZeRO saves.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from shardbook.accounts import Account
 from shardbook.checkpoint import chance, manifest
 from shardbook.checkpoint.agree import Ranks
+from shardbook.checkpoint.compare import SCHEDULERS
 from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.folder import find
@@ -43,6 +45,7 @@ def load(engine: Engine, path: Path, asked: Asked) -> Mapping[str, Any]:
     try:
         with ranks.together(f"reading {folder}"):
             reader, plan = _prepare(engine, ranks.rank, folder, asked)
+        _take_schedulers(plan.plain.schedulers, ranks, folder)
         with ranks.together(f"loading {folder}"), torch.no_grad():
             assert reader is not None
             _apply(engine, ranks, reader, plan)
@@ -94,7 +97,7 @@ def _prepare(engine: Engine, rank: int, folder: Path, asked: Asked) -> tuple[Rea
             reader.verify(wanted)
         reader.drain()
         reader.check_unchanged()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         reader.close()
         if isinstance(error, CheckpointError):
             raise
@@ -102,6 +105,33 @@ def _prepare(engine: Engine, rank: int, folder: Path, asked: Asked) -> tuple[Rea
             f"{folder / manifest.NAME}: a field is missing or of another kind ({error!r}): written by no shardbook"
         ) from error
     return reader, plan
+
+
+def _take_schedulers(pairs: Sequence[tuple[Any, Any]], ranks: Ranks, folder: Path) -> None:
+    """First of all changes, as only a scheduler itself knows whether it takes a state: where one does not, all go back.
+
+    Raises:
+        CheckpointError: on some rank one did not take its state.
+    """
+    before = [(scheduler, deepcopy(scheduler.state_dict())) for scheduler, _ in pairs]
+    try:
+        with ranks.together(f"loading {folder}"):
+            for scheduler, state in pairs:
+                _take_scheduler(scheduler, state, folder)
+    except BaseException:
+        for scheduler, state in before:
+            scheduler.load_state_dict(state)
+        raise
+
+
+def _take_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}: {type(scheduler).__name__} does not take its state ({type(error).__name__}: {error}); "
+            f"allow_unexpected=({SCHEDULERS!r},) begins it anew. Nothing was changed"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +219,6 @@ def _apply_plain(engine: Engine, ranks: Ranks, found: Manifest, plain: Plain) ->
                 group[key].copy_(value)
             else:
                 group[key] = value
-    for scheduler, state in plain.schedulers:
-        scheduler.load_state_dict(state)
     saved, stepper = content["loss_scale"], engine._stepper
     if saved is not None and stepper is not None and stepper.loss_scale.dynamic and saved["dynamic"]:
         stepper.loss_scale.value, stepper.loss_scale.num_good = float(saved["value"]), int(saved["num_good"])

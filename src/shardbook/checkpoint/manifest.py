@@ -132,7 +132,7 @@ def read(folder: Path) -> Manifest:
 def _file(folder: Path, value: Mapping[str, Any]) -> StoredFile:
     """One file's part of the manifest; its name must be a name in the folder, as nothing outside may be read."""
     name = value["name"]
-    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or "\0" in name:
         raise CheckpointError(f"{folder / NAME}: file {name!r} is no plain name of a file in this folder: refused")
     return stored_file(value)
 

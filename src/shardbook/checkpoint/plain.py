@@ -20,12 +20,17 @@ MAX_TENSOR_NBYTES = 1 << 20
 """Of a tensor among plain data: what is larger belongs in a file of tensors."""
 
 
-def encoded(value: Any, where: str) -> Any:
+_MAX_DEPTH = 100
+_MAX_BITS = 14_000  # Python reads no decimal number of more than 4,300 digits
+
+
+def encoded(value: Any, where: str, depth: int = 0) -> Any:
     """``value`` in the form that JSON keeps.
 
     Args:
         value: plain data.
         where: what it is part of, as an error would say it ("extra").
+        depth: in how many others it is.
 
     Raises:
         CheckpointError: something in it is no plain data; the message says where and what it is.
@@ -33,16 +38,20 @@ def encoded(value: Any, where: str) -> Any:
     >>> encoded({"betas": (0.9, 0.95)}, "extra")
     {'betas': {'$tuple': [0.9, 0.95]}}
     """
-    if value is None or type(value) in (bool, int, str):
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"{where[:200]}...: more than {_MAX_DEPTH} deep, or in itself; flatter data are kept")
+    if value is None or type(value) in (bool, str):
         return value
+    if type(value) is int:
+        return _encoded_integer(value, where)
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if type(value) is list:
-        return [encoded(item, f"{where}[{index}]") for index, item in enumerate(cast(list[Any], value))]
+        return [encoded(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(cast(list[Any], value))]
     if type(value) is tuple:
-        return {"$tuple": [encoded(item, f"{where}[{index}]") for index, item in enumerate(cast(tuple[Any, ...], value))]}
+        return {"$tuple": [encoded(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(cast(tuple[Any, ...], value))]}
     if type(value) in (dict, OrderedDict, defaultdict, Counter):
-        return _encoded_mapping(cast(dict[Any, Any], value), where)
+        return _encoded_mapping(cast(dict[Any, Any], value), where, depth + 1)
     if type(value) is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
@@ -53,22 +62,29 @@ def encoded(value: Any, where: str) -> Any:
     )
 
 
-def _encoded_mapping(value: dict[Any, Any], where: str) -> Any:
+def _encoded_integer(value: int, where: str) -> int:
+    if value.bit_length() > _MAX_BITS:
+        raise CheckpointError(f"{where}: an integer of {value.bit_length()} bits; up to {_MAX_BITS} are kept: give it as bytes")
+    return value
+
+
+def _encoded_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
     is_counter = type(value) is Counter
     if all(type(key) is str and not key.startswith("$") for key in value) and not is_counter:
-        return {key: encoded(item, f"{where}[{key!r}]") for key, item in value.items()}
-    pairs = [[encoded(key, f"a key of {where}"), encoded(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {key: encoded(item, f"{where}[{key!r}]", depth) for key, item in value.items()}
+    pairs = [[encoded(key, f"a key of {where}", depth), encoded(item, f"{where}[{key!r}]", depth)] for key, item in value.items()]
     return {"$counter" if is_counter else "$dict": pairs}
 
 
 def _encoded_tensor(tensor: Tensor, where: str) -> list[Any]:
     nbytes = tensor.numel() * tensor.element_size()
-    if nbytes > MAX_TENSOR_NBYTES or tensor.dtype not in CODES:
+    if nbytes > MAX_TENSOR_NBYTES or tensor.dtype not in CODES or tensor.layout != torch.strided or tensor.device.type == "meta":
         raise CheckpointError(
-            f"{where}: a tensor of {nbytes} bytes of {tensor.dtype}; among plain data up to {MAX_TENSOR_NBYTES} bytes of "
-            f"{', '.join(sorted(CODES.values()))} are kept: make it a buffer of the model, or write it to a file of its own"
+            f"{where}: a tensor of {nbytes} bytes of {tensor.dtype} ({tensor.layout}, {tensor.device}); among plain data up to "
+            f"{MAX_TENSOR_NBYTES} bytes of {', '.join(sorted(CODES.values()))} are kept: make it a buffer of the model, or "
+            f"write it to a file of its own"
         )
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return [CODES[tensor.dtype], list(tensor.shape), base64.b64encode(bytes(data.tolist())).decode()]
 
 

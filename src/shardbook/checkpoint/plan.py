@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from shardbook.checkpoint import chance
-from shardbook.checkpoint.compare import Allowed, Findings, compare_buffers, compare_parameters, match_groups
+from shardbook.checkpoint.compare import OPTIMIZER, SCHEDULERS, Allowed, Findings, compare_buffers, compare_parameters, match_groups
 from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.manifest import Manifest
@@ -70,14 +70,15 @@ def make_plan(engine: Engine, rank: int, reader: Reader, asked: Asked) -> Plan:
     here = persistent_buffers(engine.model)
     buffers = compare_buffers(found, here, asked.allowed, findings)
     matches = _matches(engine, found, asked.allowed, findings)
-    pairs = _schedulers(engine, found, asked.schedulers, findings)
+    pairs = _schedulers(engine, found, asked, findings)
     findings.raise_if_any(reader.folder)
     for name in shared:
         numel = prod(found.parameters[name]["shape"])
         for what in {WEIGHT, *reader.kinds(name)} if numel else ():
             reader.check_complete(what, name, numel)
     flats = [flat for unit in engine._units for flat in unit.flats]
-    pieces = [piece for flat in flats for piece in flat.pieces if piece.member.name in shared] if found.content["optimizer"] else []
+    resumes = found.content["optimizer"] and not asked.allowed.leaves_out(OPTIMIZER)
+    pieces = [piece for flat in flats for piece in flat.pieces if piece.member.name in shared] if resumes else []
     return Plan(
         weights=[place for flat in flats for place in weight_places(flat, rank) if place.name in shared],
         states=[(piece, [what for what in reader.kinds(piece.member.name) if what != WEIGHT]) for piece in pieces],
@@ -97,21 +98,44 @@ def _buffer(reader: Reader, name: str, tensor: Tensor, rank: int) -> Range:
 def _matches(engine: Engine, found: Manifest, allowed: Allowed, findings: Findings) -> list[int | None]:
     if engine.optimizer is None or engine._pieces is None:
         return []
+    if allowed.leaves_out(OPTIMIZER):
+        return [None] * len(engine.optimizer.param_groups)
     if found.content["optimizer"] is None:
-        if not allowed.misses("optimizer"):
+        if not allowed.misses(OPTIMIZER):
             findings.add('it has no optimizer state (allow_missing=("optimizer",) begins it anew)')
         return [None] * len(engine.optimizer.param_groups)
     names = engine._pieces.group_names({id(member.parameter): member.name for _, _, member in members_of(engine._units)})
     return match_groups(found, names, type(engine.optimizer).__name__, findings)
 
 
-def _schedulers(engine: Engine, found: Manifest, given: Sequence[Any], findings: Findings) -> list[tuple[Any, Any]]:
-    here, stored = schedulers_of(engine, given), found.content["schedulers"]
+def _schedulers(engine: Engine, found: Manifest, asked: Asked, findings: Findings) -> list[tuple[Any, Any]]:
+    here, stored = schedulers_of(engine, asked.schedulers), found.content["schedulers"]
+    if asked.allowed.leaves_out(SCHEDULERS) or (not stored and asked.allowed.misses(SCHEDULERS)):
+        return []
     kinds, theirs = [type(one).__name__ for one in here], [one["class"] for one in stored]
     if kinds != theirs:
-        findings.add(f"its schedulers are {theirs or 'none'} and here they are {kinds or 'none'} (the engine's, then those of schedulers=)")
+        findings.add(
+            f"its schedulers are {theirs or 'none'} and here they are {kinds or 'none'} (the engine's, then those of schedulers=; "
+            f"{'allow_unexpected' if stored else 'allow_missing'}=({SCHEDULERS!r},) begins those here anew)"
+        )
         return []
-    return [(one, decoded(state["state"])) for one, state in zip(here, stored, strict=True)]
+    pairs = [(one, decoded(state["state"])) for one, state in zip(here, stored, strict=True)]
+    for number, (one, state) in enumerate(pairs):
+        groups, those = _group_counts(one.state_dict()), _group_counts(state)
+        if groups != those:
+            findings.add(
+                f"scheduler {number} ({kinds[number]}) is of {those} parameter groups in it and of {groups} here "
+                f"(allow_unexpected=({SCHEDULERS!r},) begins it anew)"
+            )
+    return pairs
+
+
+def _group_counts(state: Any) -> list[int]:
+    """Of how many parameter groups a scheduler, and those it is made of, set the learning rates."""
+    table = cast(Mapping[str, Any], state) if isinstance(state, Mapping) else {}
+    rates, inner = table.get("base_lrs"), table.get("_schedulers")
+    own = [len(cast(list[Any], rates))] if isinstance(rates, list) else []
+    return own + [count for one in (cast(list[Any], inner) if isinstance(inner, list) else []) for count in _group_counts(one)]
 
 
 def _plain(engine: Engine, found: Manifest, matches: Sequence[int | None], pairs: Sequence[tuple[Any, Any]]) -> Plain:
@@ -120,6 +144,8 @@ def _plain(engine: Engine, found: Manifest, matches: Sequence[int | None], pairs
     options = [None if match is None else _mapping(optimizer["groups"][match]["options"]) for match in matches]
     scalars = {} if optimizer is None else _mapping(optimizer["scalars"])
     rng = [_mapping(state) for state in found.content["rng"]]
+    if not rng:
+        raise TypeError("rng is of no rank")
     for state in rng:
         chance.check(state)
     kinds = None if scale is None else [type(scale[key]) for key in ("value", "dynamic", "num_good")]

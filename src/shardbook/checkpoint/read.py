@@ -1,6 +1,7 @@
 """Reads ranges of a checkpoint's files: what is stored where, whether it is what was written, and its bytes into tensors."""
 
 import os
+import stat
 import threading
 import zlib
 from collections import OrderedDict, deque
@@ -193,9 +194,12 @@ class Reader:
             return self._open[file.name]
         path = self.folder / file.name
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would let us wait for ever
         except OSError as error:
             raise CheckpointError(f"{path}: can't be read ({error.strerror}); the checkpoint is incomplete: copy it again") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise CheckpointError(f"{path}: can't be read (a folder, a pipe or a device); the checkpoint is incomplete: copy it again")
         self._open[file.name] = descriptor
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         if len(self._open) > _MAX_OPEN:
@@ -220,6 +224,7 @@ class Reader:
     def check_file(self, file: StoredFile) -> None:
         """Header, sums and manifest of one file agree."""
         path = self.folder / file.name
+        self._descriptor(file)
         entries = read_header(path)
         check_file(self.folder, file, entries)
         header = bytearray(file.header_nbytes)

@@ -15,7 +15,10 @@ from typing import Any, cast
 
 from shardbook.checkpoint.errors import CheckpointError
 
-ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEMSIZE = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
+    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 """Bytes of an element, by the type's name in the format."""
 
 _LENGTH = struct.Struct("<Q")

@@ -5,13 +5,14 @@ folder its name.
 import json
 import os
 import secrets
+import time
 import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -94,8 +95,8 @@ def begun(engine: Engine, path: Path, given: Given) -> Generator[Begun]:
     """
     ranks = Ranks(engine.transport, engine._context.storage.device)
     with ranks.together("asking for a checkpoint"):
-        if given.keep is not None and given.keep < 1:
-            raise CheckpointError(f"keep: {given.keep}; at least 1 checkpoint is kept (None: all of them)")
+        if given.keep is not None and (type(given.keep) is not int or given.keep < 1):
+            raise CheckpointError(f"keep: {given.keep!r}; at least 1 checkpoint is kept (None: all of them)")
         content = _content(engine, given)
     token = ranks.told(secrets.token_hex(8))[0]
     place, folder = _begin(ranks, path, token)
@@ -201,21 +202,34 @@ def _content(engine: Engine, given: Given) -> dict[str, Any]:
     """What all ranks know alike."""
     scale = engine._stepper
     return {
-        "written_by": {"shardbook": metadata.version("shardbook"), "torch": torch.__version__},
+        "written_by": {"shardbook": metadata.version("shardbook"), "torch": torch.__version__, "time_ns": time.time_ns()},
         "step": engine.num_steps,
         "block_nbytes": BLOCK_NBYTES,
         "config": _config(engine),
         "units": [{"name": unit.name, "parameters": [member.name for _, _, member in unit.members]} for unit in engine._units],
         "parameters": _parameters(engine),
         "aliases": aliases_of(engine.model),
-        "buffers": {
-            name: {"shape": list(tensor.shape), "dtype": CODES[tensor.dtype]} for name, tensor in persistent_buffers(engine.model).items()
-        },
+        "buffers": {name: _buffer(name, tensor) for name, tensor in persistent_buffers(engine.model).items()},
         "optimizer": None if engine.optimizer is None else _optimizer(engine),
         "schedulers": [_scheduler(one, number) for number, one in enumerate(schedulers_of(engine, given.schedulers))],
         "loss_scale": None if scale is None else asdict(scale.loss_scale),
-        "extra": encoded(dict(given.extra), "extra"),
+        "extra": _extra(given.extra),
     }
+
+
+def _extra(extra: Any) -> Any:
+    if not isinstance(extra, Mapping):
+        raise CheckpointError(f"extra: {type(extra).__name__}; a mapping of names to plain data is allowed")
+    return encoded(dict(cast(Mapping[str, Any], extra)), "extra")
+
+
+def _buffer(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    if tensor.dtype not in CODES or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"buffer {name!r} is of {tensor.dtype} ({tensor.layout}); dense ones of {', '.join(sorted(CODES.values()))} are kept: give it "
+            f"another type, or register it with persistent=False"
+        )
+    return {"shape": list(tensor.shape), "dtype": CODES[tensor.dtype]}
 
 
 def _config(engine: Engine) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from math import prod
 from pathlib import Path
 
 from shardbook.checkpoint.errors import CheckpointError
+from shardbook.checkpoint.manifest import NAME
 from shardbook.checkpoint.read import Range, Reader, open_checkpoint
 from shardbook.engine.state import WEIGHT
 
@@ -39,8 +40,12 @@ def _of_files(reader: Reader) -> Iterator[str]:
 
 
 def _of_parameters(reader: Reader) -> Iterator[str]:
-    for name, parameter in reader.manifest.parameters.items():
-        numel = prod(parameter["shape"])
+    try:
+        numels = {name: prod(map(int, parameter["shape"])) for name, parameter in reader.manifest.parameters.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        yield f"{reader.folder / NAME}: a field of a parameter is missing or of another kind ({error!r}): written by no shardbook"
+        return
+    for name, numel in numels.items():
         for what in sorted({WEIGHT, *reader.kinds(name)}) if numel else ():
             try:
                 reader.check_complete(what, name, numel)

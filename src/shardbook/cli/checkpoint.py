@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.tree import Tree
 
 from shardbook.checkpoint import manifest
+from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.folder import find
 from shardbook.checkpoint.manifest import Manifest
 from shardbook.checks import SIZE_EXAMPLE, parse_nbytes
@@ -112,11 +113,16 @@ def _export(folder: Path, to: Path, form: Any, *, as_json: bool) -> int:
 
 def _inspect(folder: Path, *, as_json: bool) -> int:
     found = manifest.read(folder)
+    try:
+        shown = summary(folder, found) if as_json else tree(folder, found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / manifest.NAME}: a field is missing or of another kind ({error!r}): written by no shardbook"
+        ) from error
     if as_json:
-        print(jsonlib.dumps(summary(folder, found), indent=2))
-        return 0
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(tree(folder, found))
+        print(jsonlib.dumps(shown, indent=2))
+    else:
+        Console(highlight=False, soft_wrap=True).print(shown)
     return 0
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardbook.accounts import Account
 from shardbook.checkpoint import chance, manifest
 from shardbook.checkpoint.agree import Ranks
 from shardbook.checkpoint.dtypes import TYPES
@@ -21,7 +20,6 @@ from shardbook.checkpoint.folder import find
 from shardbook.checkpoint.manifest import Manifest
 from shardbook.checkpoint.plan import Asked, Plain, Plan, make_plan
 from shardbook.checkpoint.read import Range, Reader, open_checkpoint
-from shardbook.checkpoint.write import BLOCK_NBYTES
 from shardbook.engine.engine import Engine
 from shardbook.engine.flat import Piece
 from shardbook.engine.state import WEIGHT, Place
@@ -97,10 +95,10 @@ class Job:
     wanted: Range
     place: Place
 
-    def do(self, reader: Reader, staging: Tensor) -> None:
+    def do(self, reader: Reader) -> None:
         first = self.wanted.stored.start + self.wanted.start - self.place.start
         targets = tuple(target[first : first + self.wanted.numel] for target in self.place.targets)
-        reader.fill(self.wanted, targets, self.place.through, staging)
+        reader.fill(self.wanted, targets, self.place.through)
 
 
 def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan) -> None:
@@ -110,16 +108,14 @@ def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan) -> None:
             unit.wait()
     places = [*plan.weights, *_states(engine, reader, plan)]
     jobs = [Job(wanted, place) for place in places for wanted in reader.ranges(place.what, place.name, place.start, place.stop)]
-    buffer = engine._context.storage.buffer(Account.WORKSPACE, "root", BLOCK_NBYTES, torch.uint8)
-    staging = buffer.tensor if buffer.tensor.device.type == "cpu" else torch.empty(BLOCK_NBYTES, dtype=torch.uint8)
     for job in sorted(jobs, key=lambda job: job.wanted.place):
-        job.do(reader, staging)
+        job.do(reader)
     reader.drain()
     for tensor, wanted in plan.buffers:
         values = torch.empty(tensor.numel(), dtype=tensor.dtype)
-        reader.fill(wanted, (values,), None, staging)
+        reader.fill(wanted, (values,), None)
+        reader.drain()
         tensor.copy_(values.view(tensor.shape))
-    buffer.give_back()
     for unit in engine._units:
         unit.changed()
         unit.release()

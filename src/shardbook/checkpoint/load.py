@@ -18,6 +18,7 @@ from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.folder import find
 from shardbook.checkpoint.manifest import Manifest
+from shardbook.checkpoint.pages import in_large_pages
 from shardbook.checkpoint.plan import Asked, Plain, Plan, make_plan
 from shardbook.checkpoint.read import Range, Reader, open_checkpoint
 from shardbook.engine.engine import Engine
@@ -152,7 +153,7 @@ def _room(before: Any, piece: Piece, weight: torch.dtype, dtype: torch.dtype) ->
         dtype = piece.parameter.dtype
     if isinstance(before, Tensor) and before.shape == piece.parameter.shape and before.dtype == dtype:
         return before
-    return torch.empty_like(piece.parameter, dtype=dtype, requires_grad=False)
+    return in_large_pages(torch.empty_like(piece.parameter, dtype=dtype, requires_grad=False))
 
 
 def _scalar(key: str, value: Any, piece: Piece, group: Mapping[str, Any]) -> Any:

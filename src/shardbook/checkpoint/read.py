@@ -23,8 +23,8 @@ from shardbook.checkpoint.safetensors import ITEMSIZE, read_header
 from shardbook.checkpoint.write import BLOCK_NBYTES, bytes_of, checksum
 
 _MAX_OPEN = 64
-_NUM_THREADS = 2
-_MAX_PENDING = 4  # blocks
+_NUM_THREADS = 4
+_MAX_PENDING = 8  # blocks
 _WORTH_A_THREAD = 1 << 18  # bytes
 _CHUNK_NBYTES = 1 << 19
 """What a thread reads at once: it is still in the processor's own cache when it is added up, or goes to its second target."""

@@ -47,6 +47,10 @@ class Pairs:
     def median(self) -> float:
         return statistics.median(self.ratios)
 
+    @property
+    def is_quiet(self) -> bool:
+        return all(one.foreign <= FOREIGN for one in self.times.quiet(FOREIGN))
+
     def cells(self) -> list[str]:
         """Speeds, ratio with its quartiles, ratio of the shortest times, pairs that count, and others' share in the busiest of them."""
         speeds = [f"{self.nbytes / GIB / self.times.median(name, FOREIGN):.2f}" for name in ("ours", "plain")]

@@ -157,15 +157,18 @@ def throughput() -> Section:
         "first in turn, and ranks begin",
         "together. *Cold*: the files were dropped from the page cache before. *Fresh*: the optimizer has no",
         "state yet. GiB/s are medians of the",
-        "slowest rank; the ratio is taken in each pair; *best* is the ratio of the shortest times.",
+        "slowest rank; the ratio is taken in each pair; *best* is the ratio of the shortest times. Only pairs count in",
+        f"which *others* took at most {checkpoint_speed.FOREIGN:.0%} of the cores; if fewer than five did, the five",
+        "quietest, and the row says little.",
     )
     rows: list[list[str]] = []
     for num_ranks in (1, 2):
         for name, found in checkpoint_speed.measured(num_ranks).items():
             rows.append([str(num_ranks), name, *found.cells()])
+            noise = "" if found.is_quiet else " (THE MACHINE WAS BUSY with other things: says little)"
             if name in ("save", "load, cold"):
                 section.promise(
-                    f"{name}, {num_ranks} rank{'s' * (num_ranks > 1)}: {found.median:.2f} of plain throughput, at least {SHARE}",
+                    f"{name}, {num_ranks} rank{'s' * (num_ranks > 1)}: {found.median:.2f} of plain throughput, at least {SHARE}{noise}",
                     holds=found.median >= SHARE,
                 )
     section.text += table(["ranks", "", "GiB/s", "plain", "ratio", "quartiles", "best", "pairs", "others"], rows)

@@ -21,7 +21,7 @@ help:
 	@echo "make evidence-forecast  the same of forecasts, beside measured steps, published measurements and other estimators"
 	@echo "make evidence-simulation  both witnesses beside measured steps, FSDP2 and DDP too, and what a simulation costs; writes docs/accuracy.md"
 	@echo "make evidence-verify    200 right configurations, faults put in for real, DeepSpeed (after make peers), and what a record costs"
-	@echo "make evidence-checkpoints  throughput of saves and loads beside plain writing and reading, 50 kills, 1,000 corruptions"
+	@echo "make evidence-checkpoints  pairs of shapes, 50 kills, 1,000 corruptions, memory, and throughput beside plain reading and writing"
 
 setup: $(STAMP)
 
@@ -80,7 +80,7 @@ evidence-verify: $(STAMP)
 	$(BIN)/python -m benchmarks.evidence_verify
 
 evidence-checkpoints: $(STAMP)
-	$(BIN)/python -m benchmarks.evidence_checkpoints --long
+	$(BIN)/python -m benchmarks.evidence_checkpoints
 
 clean:
 	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis build dist

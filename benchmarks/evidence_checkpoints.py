@@ -1,111 +1,258 @@
-"""Throughput of saves and loads beside plain writing and reading of as many bytes, in pairs; and the long tests of kills and corruption.
+"""What checkpoints are worth: pairs, kills, corruption, memory, throughput beside plain reading and writing, exchange with transformers.
 
-    python -m benchmarks.evidence_checkpoints            figures on the terminal
-    python -m benchmarks.evidence_checkpoints --long     and 50 kills, 1,000 corruptions
+    make evidence-checkpoints                                  all, written to docs/evidence/checkpoints.md
+    python -m benchmarks.evidence_checkpoints --parts pairs    one part, printed
 
-Plain writing is 4 MiB at a time with one fsync; plain reading as much at a time into one buffer. Files are dropped from the page cache
-before they are read.
+Each part ends in promises; the exit code is 1 where one doesn't hold.
 """
 
+import argparse
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-import shardbook as sb
+from benchmarks import checkpoint_speed
+from benchmarks.evidence_engine import Section, prose, table, write
+from tests import ranks, test_checkpoint_fuzz, test_checkpoint_kill, test_checkpoint_memory, test_checkpoint_pairs
 
-NUM_PAIRS = 9
-WIDTH, NUM_UNITS = 2048, 12
-BLOCK = 4 << 20
-
-
-def build(seed: int) -> sb.Engine:
-    torch.manual_seed(seed)
-    units = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)) for _ in range(NUM_UNITS)]
-    model = torch.nn.Sequential(*units)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
-    names = [str(index) for index in range(NUM_UNITS)]
-    return sb.Engine(model, optimizer, sb.ZeroConfig(stage=3, precision=sb.Precision(param="bf16"), units=names))
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "docs" / "evidence" / "checkpoints.md"
+NUM_KILLS, NUM_CORRUPTIONS = 50, 1000
+SHARE = 0.8
+MIB = 2**20
+SHAPES = ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16"))
+CODE_EVENTS = ("exec", "compile", "import", "pickle.find_class", "marshal.loads", "os.system", "os.exec", "subprocess.Popen")
+"""Audit events of an interpreter that executes what it did not execute before."""
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def pairs() -> Section:
+    section = Section(title="From any shape to any other")
+    every = test_checkpoint_pairs.PAIRS
+    section.text += prose(
+        f"{len(every)} pairs of (stage, ranks, precision, units): all pairs of values of two sides, and all",
+        "stages to all stages. After two",
+        "steps one side saves; the other loads into an engine that began from other values, half of them after",
+        "a step of its own. Weights,",
+        "masters, moments, module buffers, groups, steps and schedule are compared to the bit, put together by name without the package.",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        found = test_checkpoint_pairs.every_pair(Path(folder))
+    wrong: list[str] = []
+    for source, target in every:
+        try:
+            test_checkpoint_pairs.check((source, target), found)
+        except AssertionError as error:
+            wrong.append(f"{source} to {target}: {error}")
+    section.text += [f"* {one}" for one in wrong] + [""] * bool(wrong)
+    section.promise(f"pairs exact: {len(every) - len(wrong)} of {len(every)}, all of at least 40", holds=not wrong and len(every) >= 40)
+    return section
 
 
-def plain_write(path: Path, nbytes: int) -> None:
-    block = memoryview(os.urandom(BLOCK))
-    with path.open("wb", buffering=0) as file:
-        for _ in range(nbytes // BLOCK):
-            file.write(block)
-        os.fsync(file.fileno())
+def kills() -> Section:
+    section = Section(title="Kills")
+    section.text += prose(
+        f"Two ranks at stage 3 save after every step; {NUM_KILLS} times one of them, or both, are ended by",
+        "SIGKILL at a random moment, and",
+        "started again. After each kill every byte of the last checkpoint is verified.",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        found = test_checkpoint_kill.killed_often(Path(folder), NUM_KILLS, seed=1)
+    where = f"{found.num_kills} kills, {found.num_inside} of them inside a save"
+    section.promise(f"{where}: {len(found.damaged)} damaged checkpoints", holds=not found.damaged and found.num_inside > 0)
+    section.promise(f"{len(found.lost)} saves that had ended were lost: no restart goes back more than one interval", holds=not found.lost)
+    same = "the uninterrupted one, bit for bit" if found.is_same else "ANOTHER than the uninterrupted one"
+    section.promise(f"the finished run is {same}", holds=found.is_same)
+    section.promise(f"left behind: {', '.join(found.rubbish) or 'nothing'}", holds=not found.rubbish)
+    return section
 
 
-def plain_read(path: Path) -> None:
-    buffer = bytearray(BLOCK)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
+def corruption() -> Section:
+    section = Section(title="Corruption")
+    section.text += prose(
+        f"{NUM_CORRUPTIONS} copies of a checkpoint, each changed at random: bits flipped, heads rewritten,",
+        "files cut, overwritten, swapped or",
+        "removed, values of the manifest edited; each loaded into an engine that trains. While they load, the interpreter's audit events",
+        f"are counted that tell of code ({', '.join(f'`{name}`' for name in CODE_EVENTS)}).",
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        good = test_checkpoint_fuzz.made(folder)
+        test_checkpoint_fuzz.run(good, folder, 30, seed=2)  # what is imported late is imported now
+        counted = _Counted()
+        found = test_checkpoint_fuzz.run(good, folder, NUM_CORRUPTIONS, seed=1)
+        counted.is_on = False
+    refused, whole = len(found.refused), len(found.as_saved)
+    section.promise(
+        f"{NUM_CORRUPTIONS} corruptions: {len(found.wrong)} loaded as something else ({whole} were what was saved)", holds=not found.wrong
+    )
+    section.promise(
+        f"{refused} refused by a CheckpointError, {len(found.changed)} of them after a change", holds=not found.changed and refused > 0
+    )
+    section.promise(f"{len(found.raised)} other exceptions, and the interpreter lives", holds=not found.raised)
+    said = ", ".join(f"{number} {event}" for event, number in counted.events.items()) or "none"
+    section.promise(f"code executed, by audit events: {said}", holds=not counted.events)
+    section.text += [f"* {one}" for one in found.raised] + [""] * bool(found.raised)
+    return section
 
 
-def drop(folder: Path) -> None:
-    """Out of the page cache."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+class _Counted:
+    """Audit events of code, while ``is_on``; a hook can't be taken away again."""
+
+    def __init__(self) -> None:
+        self.is_on, self.events = True, Counter[str]()
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: object) -> None:
+        if self.is_on and event in CODE_EVENTS:
+            self.events[event] += 1
 
 
-def cold(folder: Path, work: Callable[[], object]) -> float:
-    drop(folder)
-    return seconds(work)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".evidence-"))
-    try:
-        pairs(folder)
-    finally:
-        shutil.rmtree(folder)
-    if "--long" in sys.argv:
-        tests = ["tests/test_checkpoint_kill.py", "tests/test_checkpoint_fuzz.py"]
-        sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "full", *tests], check=False).returncode)
-
-
-def pairs(folder: Path) -> None:
-    engine = build(0)
-    engine.backward(engine(torch.randn(4, WIDTH)).float().square().mean())
-    engine.step()
-    kept = engine.save(folder / "kept")
-    nbytes = sum(path.stat().st_size for path in kept.glob("*.safetensors"))
-    saves: list[list[float]] = []
-    loads: list[list[float]] = []
-    for number in range(NUM_PAIRS):
-        first = slice(None, None, 1 if number % 2 else -1)  # each goes first in turn: the disk remembers what came before
-        writing = [lambda: engine.save(folder / "new"), lambda: plain_write(folder / "plain", nbytes)]
-        saves.append([seconds(work) for work in writing[first]][first])
-        shutil.rmtree(folder / "new")
-        (folder / "plain").unlink()
-        reading = [lambda: engine.load(kept), lambda: plain_read(kept / "rank-00000.safetensors")]
-        loads.append([cold(kept, work) for work in reading[first]][first])
-    print(f"{nbytes / 2**30:.2f} GiB, one rank, {NUM_PAIRS} pairs, medians")
-    for name, plain, found in (("save", "plain write", saves), ("load", "plain read", loads)):
-        ours, theirs = (statistics.median(column) for column in zip(*found, strict=True))
-        ratios = sorted(second / first for first, second in found)
-        print(
-            f"{name} {nbytes / 2**30 / ours:.2f} GiB/s, {plain} {nbytes / 2**30 / theirs:.2f} GiB/s; "
-            f"ratio of each pair: median {statistics.median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f}"
+def memory() -> Section:
+    section = Section(title="Memory")
+    unit = test_checkpoint_memory.UNIT
+    bound = unit + 64 * MIB
+    section.text += prose(
+        f"Two ranks, {test_checkpoint_memory.NUM_UNITS} units of {unit / MIB:.1f} MiB in fp32; MiB above the",
+        "training state, on the rank that",
+        "needs most: by the books, by the allocator's own record, and by the process's resident memory, looked",
+        "at every millisecond. ",
+        "beside what it has before and after.",
+    )
+    rows: list[list[str]] = []
+    most: dict[str, float] = {}
+    for stage, param in SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            found = ranks.call(2, test_checkpoint_memory.job, stage, param, Path(folder))
+        for number, name in enumerate(("save", "load")):
+            above = [
+                max(one[number]["books"] - one[number]["state"] for one in found),
+                max(one[number]["allocator"] - one[number]["state"] for one in found),
+                max(one[number]["process"] for one in found),
+            ]
+            rows.append([str(stage), param, name, *(f"{value / MIB:.1f}" for value in above)])
+            most[name] = max(most.get(name, 0), *above)
+    section.text += table(["stage", "param", "", "books", "allocator", "resident"], rows)
+    for name, value in most.items():
+        section.promise(
+            f"a {name} needs {value / MIB:.1f} MiB above the training state, at most a unit and 64 MiB ({bound / MIB:.1f})",
+            holds=value <= bound,
         )
+    return section
+
+
+def throughput() -> Section:
+    section = Section(title="Throughput")
+    section.text += prose(
+        f"Training states of {checkpoint_speed.NBYTES / 2**30:.1f} GiB in all, on one rank and on two, in",
+        "pairs: a save beside plain writing of as",
+        "many bytes, 4 MiB at a time with one fsync; a load beside plain reading into one buffer; each goes",
+        "first in turn, and ranks begin",
+        "together. *Cold*: the files were dropped from the page cache before. *Fresh*: the optimizer has no",
+        "state yet. GiB/s are medians of the",
+        "slowest rank; the ratio is taken in each pair; *best* is the ratio of the shortest times. Only pairs count in",
+        f"which *others* took at most {checkpoint_speed.FOREIGN:.0%} of the cores; if fewer than five did, the five",
+        "quietest, and the row says little.",
+    )
+    rows: list[list[str]] = []
+    for num_ranks in (1, 2):
+        for name, found in checkpoint_speed.measured(num_ranks).items():
+            rows.append([str(num_ranks), name, *found.cells()])
+            noise = "" if found.is_quiet else " (THE MACHINE WAS BUSY with other things: says little)"
+            if name in ("save", "load, cold"):
+                section.promise(
+                    f"{name}, {num_ranks} rank{'s' * (num_ranks > 1)}: {found.median:.2f} of plain throughput, at least {SHARE}{noise}",
+                    holds=found.median >= SHARE,
+                )
+    section.text += table(["ranks", "", "GiB/s", "plain", "ratio", "quartiles", "best", "pairs", "others"], rows)
+    section.text += prose(
+        "A load reads twice, so that nothing is changed before everything is checked: where the bytes are in",
+        "the page cache already, nothing",
+        "hides the second pass, nor the memory that it fills, which plain reading into one buffer has not to.",
+    )
+    return section
+
+
+def exchange() -> Section:
+    section = Section(title="Exchange")
+    section.text += prose("Tests of exported and imported weights, those of the full suite too.")
+    section.text += export_lines(section)
+    return section
+
+
+def export_lines(section: Section) -> list[str]:
+    """Run what tests there are of export and import; a promise for each file, a line for each that fails."""
+    lines: list[str] = []
+    for kind in ("export", "import"):
+        for path in sorted((ROOT / "tests").glob(f"test_checkpoint_{kind}*.py")):
+            passed, failed = _tested(path)
+            lines += [f"* {name}" for name in failed]
+            section.promise(f"{path.name}: {passed} tests passed, {len(failed)} failed", holds=not failed and passed > 0)
+    return lines + [""] * bool(lines)
+
+
+def _tested(path: Path) -> tuple[int, list[str]]:
+    """(passed, names of those that failed) of a file of tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "full or not full", f"--junitxml={report}", str(path)]
+        subprocess.run(command, check=False, cwd=ROOT, stdout=subprocess.DEVNULL)
+        cases = list(ET.parse(report).iter("testcase"))
+    failed = [case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return len(cases) - len(failed) - skipped, failed
+
+
+PARTS: dict[str, Callable[[], Section]] = {
+    "throughput": throughput,
+    "pairs": pairs,
+    "kills": kills,
+    "corruption": corruption,
+    "memory": memory,
+    "exchange": exchange,
+}
+
+
+def page(sections: Sequence[Section], seconds: float) -> str:
+    promises = [promise for section in sections for promise in section.promises]
+    lines = ["# Evidence: checkpoints", ""]
+    lines += prose(
+        f"Written by `make evidence-checkpoints` in {seconds / 60:.1f} minutes on {os.cpu_count()} cores with",
+        f"torch {torch.__version__}; a rank",
+        "has one intra-op thread, and ranks are processes on gloo.",
+    )
+    lines += [*(f"* {'holds' if holds else '**FAILS**'}: {statement}" for statement, holds in promises), ""]
+    for section in sections:
+        lines += [f"## {section.title}", "", *section.text]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="only these, printed and not written")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    sections: list[Section] = []
+    try:
+        for name in options.parts or PARTS:
+            sections.append(PARTS[name]())
+            print(f"{name}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+    finally:
+        ranks.stop_all()
+    text = page(sections, time.monotonic() - began)
+    if not options.parts:
+        write(text, TARGET)
+    print(text)
+    return 0 if all(holds for section in sections for _, holds in section.promises) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -74,7 +74,7 @@ def compare(names: Sequence[str], dtype: engines.Dtype, micro_batch: int, num_ro
             break
         inputs, targets = models.batch(config, micro_batch, rank=rank, step=WARM_STEPS + number)
         seconds: dict[str, float] = {}
-        before = _usage()
+        before = usage()
         for name in _rotated(list(contenders), number):
             contender = contenders[name]
             dist.barrier()
@@ -83,7 +83,7 @@ def compare(names: Sequence[str], dtype: engines.Dtype, micro_batch: int, num_ro
             contender.settle()
             seconds[name] = time.perf_counter() - began
         dist.barrier()
-        rounds.append(_slowest(seconds, *(now - then for now, then in zip(_usage(), before, strict=True))))
+        rounds.append(slowest_of(seconds, *(now - then for now, then in zip(usage(), before, strict=True))))
     return Times(names=tuple(names), rounds=tuple(rounds), losses={name: found[-1] for name, found in losses.items()})
 
 
@@ -114,7 +114,7 @@ def _rotated(names: list[str], by: int) -> list[str]:
     return names[shift:] + names[:shift]
 
 
-def _slowest(seconds: dict[str, float], busy: float, own: float, wall: float) -> Round:
+def slowest_of(seconds: dict[str, float], busy: float, own: float, wall: float) -> Round:
     """The slowest rank's times, and what the machine was busy with beside the ranks, as a share of its cores."""
     names = sorted(seconds)
     slowest = torch.tensor([seconds[name] for name in names], dtype=torch.float64)
@@ -126,7 +126,7 @@ def _slowest(seconds: dict[str, float], busy: float, own: float, wall: float) ->
     return Round(seconds=dict(zip(names, slowest.tolist(), strict=True)), foreign=foreign, lasted=lasted)
 
 
-def _usage() -> tuple[float, float, float]:
+def usage() -> tuple[float, float, float]:
     """Seconds so far: all cores busy (0 where the system doesn't tell), this process on a core, the clock."""
     status = Path("/proc/stat")
     busy = 0.0

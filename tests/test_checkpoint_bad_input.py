@@ -127,7 +127,7 @@ def test_a_file_that_is_a_link(copy: Path):
         lambda body: body.update(rng=["x"]),
         lambda body: body["rng"][0].update(torch={"$tensor": ["U8", [3], "AAAA"]}),
         lambda body: body.update(files=[]),
-        lambda body: body["files"][0]["tensors"][0].update(crc32=[]),
+        lambda body: body["files"][0]["tensors"][0].update(xxh3=[]),
         lambda body: body["files"][0]["tensors"][0].update(start=-64),
         lambda body: body["files"][0]["tensors"][0].update(dtype="F128"),
         lambda body: body["files"][0]["tensors"].pop(),

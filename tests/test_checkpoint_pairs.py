@@ -1,5 +1,6 @@
 """What was saved under one stage, N, unit layout and precision is loaded under another, exactly: parameters, master and moments."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +26,11 @@ PAIRS = list(dict.fromkeys([*(setups_of(row) for row in pairwise(FIELDS, lambda 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+    return every_pair(tmp_path_factory.mktemp("pairs"))
+
+
+def every_pair(folder: Path) -> dict[Any, list[dict[str, Any]]]:
     """Of each setup that is saved, and of each pair, what all ranks held."""
-    folder = tmp_path_factory.mktemp("pairs")
     found: dict[Any, list[dict[str, Any]]] = {}
     for num_ranks in (1, 2, 3):
         setups = list(dict.fromkeys(source for source, _ in PAIRS if source.num_ranks == num_ranks))
@@ -50,6 +54,10 @@ def test_there_are_enough_pairs():
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
 def test_a_pair(pair: tuple[Setup, Setup], everything: dict[Any, list[dict[str, Any]]]):
+    check(pair, everything)
+
+
+def check(pair: tuple[Setup, Setup], everything: dict[Any, list[dict[str, Any]]]) -> None:
     source, target = pair
     before, after = everything[source], everything[pair]
     numels = {name: parameter.numel() for name, parameter in Net().named_parameters()}

@@ -139,12 +139,11 @@ def _value(reader: Reader, entry: Entry) -> Tensor:
 
 def _read(reader: Reader, ranges: Sequence[Range], numel: int) -> Tensor:
     flat = torch.empty(numel, dtype=TYPES[ranges[0].stored.dtype])
-    staging = torch.empty(0, dtype=torch.uint8)
     place = 0
     for wanted in ranges:
         reader.verify(wanted)
         reader.drain()
-        reader.fill(wanted, (flat[place : place + wanted.numel],), None, staging)
+        reader.fill(wanted, (flat[place : place + wanted.numel],), None)
         place += wanted.numel
     reader.drain()
     return flat

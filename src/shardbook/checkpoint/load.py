@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardbook.accounts import Account
 from shardbook.checkpoint import chance, manifest
 from shardbook.checkpoint.agree import Ranks
 from shardbook.checkpoint.compare import SCHEDULERS
@@ -22,9 +21,9 @@ from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.folder import find
 from shardbook.checkpoint.manifest import Manifest
+from shardbook.checkpoint.pages import in_large_pages
 from shardbook.checkpoint.plan import Asked, Plain, Plan, make_plan
 from shardbook.checkpoint.read import Range, Reader, open_checkpoint
-from shardbook.checkpoint.write import BLOCK_NBYTES
 from shardbook.engine.engine import Engine
 from shardbook.engine.flat import Piece
 from shardbook.engine.state import WEIGHT, Place
@@ -141,10 +140,10 @@ class Job:
     wanted: Range
     place: Place
 
-    def do(self, reader: Reader, staging: Tensor) -> None:
+    def do(self, reader: Reader) -> None:
         first = self.wanted.stored.start + self.wanted.start - self.place.start
         targets = tuple(target[first : first + self.wanted.numel] for target in self.place.targets)
-        reader.fill(self.wanted, targets, self.place.through, staging)
+        reader.fill(self.wanted, targets, self.place.through)
 
 
 def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan) -> None:
@@ -157,16 +156,14 @@ def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan) -> None:
 def _fill(engine: Engine, reader: Reader, plan: Plan) -> None:
     places = [*plan.weights, *_states(engine, reader, plan)]
     jobs = [Job(wanted, place) for place in places for wanted in reader.ranges(place.what, place.name, place.start, place.stop)]
-    buffer = engine._context.storage.buffer(Account.WORKSPACE, "root", BLOCK_NBYTES, torch.uint8)
-    staging = buffer.tensor if buffer.tensor.device.type == "cpu" else torch.empty(BLOCK_NBYTES, dtype=torch.uint8)
     for job in sorted(jobs, key=lambda job: job.wanted.place):
-        job.do(reader, staging)
+        job.do(reader)
     reader.drain()
     for tensor, wanted in plan.buffers:
         values = torch.empty(tensor.numel(), dtype=tensor.dtype)
-        reader.fill(wanted, (values,), None, staging)
+        reader.fill(wanted, (values,), None)
+        reader.drain()
         tensor.copy_(values.view(tensor.shape))
-    buffer.give_back()
 
 
 def _states(engine: Engine, reader: Reader, plan: Plan) -> list[Place]:
@@ -199,7 +196,7 @@ def _room(before: Any, piece: Piece, weight: torch.dtype, dtype: torch.dtype) ->
         dtype = piece.parameter.dtype
     if isinstance(before, Tensor) and before.shape == piece.parameter.shape and before.dtype == dtype:
         return before
-    return torch.empty_like(piece.parameter, dtype=dtype, requires_grad=False)
+    return in_large_pages(torch.empty_like(piece.parameter, dtype=dtype, requires_grad=False))
 
 
 def _scalar(key: str, value: Any, piece: Piece, group: Mapping[str, Any]) -> Any:

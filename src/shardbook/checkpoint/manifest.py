@@ -24,7 +24,7 @@ class Stored:
     """Elements of a weight, of an optimizer's state or of a buffer, in a file: bytes ``begin`` to ``end`` of it.
 
     ``what``: "weight", "buffer", or the optimizer's name of a state. ``start``: the first element, in the order of the parameter's
-    memory; of a buffer, the rank whose it is. ``crc32``: one for each block of the checkpoint's ``block_nbytes``, from ``begin`` on.
+    memory; of a buffer, the rank whose it is. ``xxh3``: one for each block of the checkpoint's ``block_nbytes``, from ``begin`` on.
     """
 
     key: str
@@ -34,7 +34,7 @@ class Stored:
     dtype: str
     begin: int
     end: int
-    crc32: tuple[int, ...]
+    xxh3: tuple[str, ...]
 
     @property
     def numel(self) -> int:
@@ -47,18 +47,18 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of a checkpoint; ``header_crc32`` is of its first bytes, up to the first tensor."""
+    """One file of a checkpoint; ``header_xxh3`` is of its first bytes, up to the first tensor."""
 
     name: str
     nbytes: int
     header_nbytes: int
-    header_crc32: int
+    header_xxh3: str
     tensors: tuple[Stored, ...]
 
 
 _KINDS: dict[str, type] = {
-    "key": str, "what": str, "name": str, "dtype": str, "start": int, "begin": int, "end": int, "crc32": tuple, "nbytes": int,
-    "header_nbytes": int, "header_crc32": int,
+    "key": str, "what": str, "name": str, "dtype": str, "start": int, "begin": int, "end": int, "xxh3": tuple, "nbytes": int,
+    "header_nbytes": int, "header_xxh3": str,
 }  # fmt: skip
 
 
@@ -143,14 +143,14 @@ def stored_file(value: Mapping[str, Any]) -> StoredFile:
     Raises:
         TypeError: a field is not (or KeyError: is missing).
     """
-    tensors: list[dict[str, Any]] = [{**tensor, "crc32": tuple(tensor["crc32"])} for tensor in value["tensors"]]
+    tensors: list[dict[str, Any]] = [{**tensor, "xxh3": tuple(tensor["xxh3"])} for tensor in value["tensors"]]
     for one in (value, *tensors):
         for field, kind in _KINDS.items():
             if field in one and type(one[field]) is not kind:
                 raise TypeError(f"{field} is {one[field]!r}")
     if any(tensor["dtype"] not in ITEMSIZE for tensor in tensors):
         raise TypeError("a type of no known name")
-    numbers = (value["nbytes"], value["header_nbytes"], value["header_crc32"])
+    numbers = (value["nbytes"], value["header_nbytes"], value["header_xxh3"])
     return StoredFile(value["name"], *numbers, tuple(Stored(**tensor) for tensor in tensors))
 
 

@@ -2,16 +2,18 @@
 
 import os
 import stat
-import threading
-import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from shardbook.checkpoint import manifest
@@ -19,11 +21,14 @@ from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.manifest import Manifest, Stored, StoredFile, check_file
 from shardbook.checkpoint.safetensors import ITEMSIZE, read_header
-from shardbook.checkpoint.write import bytes_of
+from shardbook.checkpoint.write import BLOCK_NBYTES, bytes_of, checksum
 
 _MAX_OPEN = 64
-_MAX_PENDING = 4  # blocks
+_NUM_THREADS = 4
+_MAX_PENDING = 8  # blocks
 _WORTH_A_THREAD = 1 << 18  # bytes
+_CHUNK_NBYTES = 1 << 19
+"""What a thread reads at once: it is still in the processor's own cache when it is added up, or goes to its second target."""
 _Identity = tuple[int, int, int]
 
 
@@ -46,6 +51,22 @@ class Range:
         return self.file.name, self.stored.begin + self.start * ITEMSIZE[self.stored.dtype]
 
 
+class Scratch:
+    """Memory of one thread at a time: for a chunk as it was read, and for the same in another type."""
+
+    def __init__(self) -> None:
+        self._own = bytearray(2 * _CHUNK_NBYTES)
+        self.read = memoryview(self._own)[:_CHUNK_NBYTES]
+
+    def values(self, numel: int, dtype: torch.dtype, through: torch.dtype) -> Tensor:
+        """What was read, rounded to ``through``; nothing is allocated."""
+        found = torch.frombuffer(self._own, dtype=dtype, count=numel)
+        if through == dtype:
+            return found
+        rounded = torch.frombuffer(self._own, dtype=through, count=numel, offset=_CHUNK_NBYTES)
+        return rounded.copy_(found)
+
+
 class Reader:
     """The files of one checkpoint. Each is held against the manifest before the first byte of it is used."""
 
@@ -56,7 +77,10 @@ class Reader:
         self._open: OrderedDict[str, int] = OrderedDict()
         self._identities: dict[str, _Identity] = {}
         self._verified: set[tuple[str, int, int]] = set()
-        self._pool, self._pending, self._local = ThreadPoolExecutor(2, "checkpoint"), deque[Future[None]](), threading.local()
+        self._pool, self._pending = ThreadPoolExecutor(_NUM_THREADS, "checkpoint"), deque[Future[None]]()
+        self._scratch: SimpleQueue[Scratch] = SimpleQueue()
+        for _ in range(_NUM_THREADS + 1):  # the caller reads too
+            self._scratch.put(Scratch())
         self._places: dict[tuple[str, str], list[tuple[StoredFile, Stored]]] = {}
         for file in found.files:
             for stored in file.tensors:
@@ -113,27 +137,28 @@ class Reader:
     def verify(self, wanted: Range) -> None:
         """Look whether every block that the range touches has the checksum it was written with; :meth:`drain` tells.
 
-        Reading and adding up go on in two threads, as each takes about as long as the other.
+        Threads do it, so that the disk has the next block to read while one is added up.
 
         Raises:
             CheckpointError: a block of this or of an earlier range has not; the message names tensor and file.
         """
         stored, width = wanted.stored, ITEMSIZE[wanted.stored.dtype]
-        if len(stored.crc32) != -(-(stored.end - stored.begin) // self._block_nbytes):
-            raise CheckpointError(
-                f"{self.folder / wanted.file.name}: {stored.key!r} has {len(stored.crc32)} checksums, too many or too few"
-            )
+        if len(stored.xxh3) != -(-(stored.end - stored.begin) // self._block_nbytes):
+            raise CheckpointError(f"{self.folder / wanted.file.name}: {stored.key!r} has {len(stored.xxh3)} checksums, too many or too few")
         for block in range(wanted.start * width // self._block_nbytes, -(-wanted.stop * width // self._block_nbytes)):
             mark = (wanted.file.name, stored.begin, block)
             if mark not in self._verified:
                 self._verified.add(mark)
-                self._descriptor(wanted.file)
-                self._pending.append(self._pool.submit(self._check_block, wanted, block))
-            if len(self._pending) > _MAX_PENDING:
-                self._pending.popleft().result()
+                self._in_a_thread(wanted.file, self._check_block, wanted, block)
+
+    def _in_a_thread(self, file: StoredFile, work: Callable[..., None], *arguments: Any) -> None:
+        self._descriptor(file)
+        self._pending.append(self._pool.submit(work, *arguments))
+        if len(self._pending) > _MAX_PENDING:
+            self._pending.popleft().result()
 
     def drain(self) -> None:
-        """Wait for what :meth:`verify` has begun.
+        """Wait for what :meth:`verify` or :meth:`fill` has begun.
 
         Raises:
             CheckpointError: as :meth:`verify`.
@@ -145,39 +170,59 @@ class Reader:
         stored = wanted.stored
         begin = stored.begin + block * self._block_nbytes
         nbytes = min(stored.end - begin, self._block_nbytes)
-        if len(getattr(self._local, "scratch", b"")) < nbytes:
-            self._local.scratch = bytearray(nbytes)
-        view = memoryview(self._local.scratch)[:nbytes]
-        self._read(wanted.file, view, begin)
-        if zlib.crc32(view) != stored.crc32[block]:
+        if self._sum(wanted.file, begin, nbytes) != stored.xxh3[block]:
             raise CheckpointError(
                 f"{self.folder / wanted.file.name}: {stored.what} of {stored.name!r} is damaged near byte {begin}: other bytes than "
                 f"were written; take another checkpoint, or copy this one again"
             )
 
-    def fill(self, wanted: Range, targets: tuple[Tensor, ...], through: torch.dtype | None, staging: Tensor) -> None:
-        """The elements of a range into ``targets[0]``, and from each target into the next; complete after :meth:`drain`.
+    def _sum(self, file: StoredFile, begin: int, nbytes: int) -> str:
+        """As :func:`.write.checksum`, of bytes of a file."""
+        total = xxhash.xxh3_64()
+        with self._a_scratch() as scratch:
+            for at in range(0, nbytes, _CHUNK_NBYTES):
+                chunk = scratch.read[: min(_CHUNK_NBYTES, nbytes - at)]
+                self._read(file, chunk, begin + at)
+                total.update(chunk)
+        return total.hexdigest()
 
-        ``staging``: bytes on the host, for values that change their type or go to a device.
-        """
-        dtype, first = TYPES[wanted.stored.dtype], targets[0]
+    def fill(self, wanted: Range, targets: tuple[Tensor, ...], through: torch.dtype | None) -> None:
+        """The elements of a range into ``targets[0]``, and from each target into the next; complete after :meth:`drain`."""
+        width = ITEMSIZE[wanted.stored.dtype]
+        step = BLOCK_NBYTES // width
+        for at in range(0, wanted.numel, step):
+            part = Range(wanted.file, wanted.stored, wanted.start + at, min(wanted.stop, wanted.start + at + step))
+            parts = tuple(target[at : at + step] for target in targets)
+            if part.numel * width >= _WORTH_A_THREAD and all(target.device.type == "cpu" for target in targets):
+                self._in_a_thread(wanted.file, self._fill, part, parts, through)
+            else:  # a device's stream is the caller's
+                self._fill(part, parts, through)
+
+    @torch.no_grad()  # of this thread
+    def _fill(self, wanted: Range, targets: tuple[Tensor, ...], through: torch.dtype | None) -> None:
+        dtype = TYPES[wanted.stored.dtype]
         begin = wanted.stored.begin + wanted.start * dtype.itemsize
-        if first.dtype == dtype and first.device.type == "cpu" and first.is_contiguous() and through in (None, dtype):
-            if len(targets) == 1 and first.numel() * dtype.itemsize >= _WORTH_A_THREAD:
-                self._descriptor(wanted.file)
-                self._pending.append(self._pool.submit(self._read, wanted.file, bytes_of(first), begin))
+        step = _CHUNK_NBYTES // max(dtype.itemsize, through.itemsize if through else 1)
+        for at in range(0, wanted.numel, step):
+            parts = [target[at : at + step] for target in targets]
+            first, offset = parts[0], begin + at * dtype.itemsize
+            if first.dtype == dtype and first.device.type == "cpu" and first.is_contiguous() and through in (None, dtype):
+                self._read(wanted.file, bytes_of(first), offset)
             else:
-                self._read(wanted.file, bytes_of(first), begin)
-        else:
-            step = staging.numel() // dtype.itemsize
-            for at in range(0, first.numel(), step):
-                part = first[at : at + step]
-                values = staging[: part.numel() * dtype.itemsize]
-                self._read(wanted.file, bytes_of(values), begin + at * dtype.itemsize)
-                typed = values.view(dtype)
-                part.copy_(typed if through is None else typed.to(through))
-        for source, target in pairwise(targets):
-            target.copy_(source)
+                with self._a_scratch() as scratch:
+                    read = scratch.read[: first.numel() * dtype.itemsize]
+                    self._read(wanted.file, read, offset)
+                    first.copy_(scratch.values(first.numel(), dtype, through or dtype))
+            for source, target in pairwise(parts):
+                target.copy_(source)
+
+    @contextmanager
+    def _a_scratch(self) -> Generator["Scratch"]:
+        scratch = self._scratch.get()
+        try:
+            yield scratch
+        finally:
+            self._scratch.put(scratch)
 
     def _read(self, file: StoredFile, into: memoryview, offset: int) -> None:
         descriptor = self._open[file.name] if file.name in self._open else self._descriptor(file)
@@ -229,7 +274,7 @@ class Reader:
         check_file(self.folder, file, entries)
         header = bytearray(file.header_nbytes)
         self._read(file, memoryview(header), 0)
-        if zlib.crc32(header) != file.header_crc32 or self._identities[file.name][1] != file.nbytes:
+        if checksum(header) != file.header_xxh3 or self._identities[file.name][1] != file.nbytes:
             raise CheckpointError(f"{path}: its header is not the one that was written: another file, or damaged")
 
 

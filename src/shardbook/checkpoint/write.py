@@ -2,13 +2,13 @@
 
 import ctypes
 import os
-import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from shardbook.checkpoint.dtypes import CODES
@@ -16,10 +16,10 @@ from shardbook.checkpoint.manifest import Stored, StoredFile
 from shardbook.checkpoint.safetensors import Entry, packed_header
 
 BLOCK_NBYTES = 4 << 20
-"""Bytes that one checksum stands for: what is read at once, and at most read too much at each end of a range."""
+"""Bytes that one checksum stands for: at most so many are read too much at each end of a range."""
 
-
-_WORTH_A_THREAD = 1 << 18
+_WORTH_BEGINNING = 1 << 18  # bytes
+_ONLY_BEGIN = 2  # SYNC_FILE_RANGE_WRITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +45,46 @@ def write_file(path: Path, items: Sequence[Item]) -> StoredFile:
     header, entries = packed_header(
         [Entry(item.key, CODES[item.tensor.dtype], (item.tensor.numel(),)) for item in items], {"format": "pt", "writer": "shardbook"}
     )
-    with ThreadPoolExecutor(1, "checkpoint") as pool, path.open("xb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
         write_bytes(file.fileno(), memoryview(header))
-        sums = [tuple(_write_and_sum(pool, file.fileno(), block) for block in blocks_of(item.tensor)) for item in items]
+        sums = [tuple(_write_and_sum(file.fileno(), block) for block in blocks_of(item.tensor)) for item in items]
         os.fsync(file.fileno())
         nbytes = file.tell()
     stored = tuple(
-        Stored(
-            key=item.key, what=item.what, name=item.name, start=item.start, dtype=entry.dtype, begin=entry.begin, end=entry.end, crc32=of
-        )
+        Stored(key=item.key, what=item.what, name=item.name, start=item.start, dtype=entry.dtype, begin=entry.begin, end=entry.end, xxh3=of)
         for item, entry, of in zip(items, entries, sums, strict=True)
     )
-    return StoredFile(path.name, nbytes, len(header), zlib.crc32(header), stored)
+    return StoredFile(path.name, nbytes, len(header), checksum(header), stored)
 
 
-def _write_and_sum(pool: ThreadPoolExecutor, descriptor: int, block: memoryview) -> int:
-    """Both at once: each takes about as long as the other, and neither holds the interpreter."""
-    if len(block) < _WORTH_A_THREAD:
-        write_bytes(descriptor, block)
-        return zlib.crc32(block)
-    try:
-        total = pool.submit(zlib.crc32, block)
-    except RuntimeError:  # the interpreter is ending, and begins no thread any more
-        write_bytes(descriptor, block)
-        return zlib.crc32(block)
-    try:
-        write_bytes(descriptor, block)
-    finally:
-        value = total.result()  # the block's memory must outlive it
+def _write_and_sum(descriptor: int, block: memoryview) -> str:
+    """One after the other: adding up takes a tenth of the time of writing, and leaves the block in the processor's cache."""
+    value = checksum(block)
+    write_bytes(descriptor, block)
+    if len(block) >= _WORTH_BEGINNING:
+        _let_the_disk_begin(descriptor)
     return value
+
+
+def _let_the_disk_begin(descriptor: int) -> None:
+    """With what is written so far: the system would let it wait for the ``fsync`` at the end, and the disk idle meanwhile."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, 0, 0, _ONLY_BEGIN)  # errors are told by fsync
+
+
+def _found_sync_file_range() -> Any:
+    found = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
+
+
+_sync_file_range = _found_sync_file_range()
+
+
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """What the manifest keeps of some bytes: their 64-bit XXH3, 16 hexadecimal digits. It finds accidents, not intent."""
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def blocks_of(tensor: Tensor) -> Iterator[memoryview]:

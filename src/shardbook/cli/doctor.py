@@ -23,6 +23,7 @@ _PACKAGES = {
     "numpy": "pip install 'shardbook[train]'",
     "safetensors": "pip install 'shardbook[train]'",
     "psutil": "pip install 'shardbook[train]'",
+    "xxhash": "pip install 'shardbook[train]'",
     "transformers": "pip install 'shardbook[hf]' (only for models from a config.json)",
 }
 _NEEDED = ("torch",)

@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from shardbook.errors import ConfigError
 from shardbook.train.world import World
@@ -43,9 +45,21 @@ def process_group(world: World, device: torch.device) -> Generator[str]:
     shared = device.type == "cuda" and torch.cuda.device_count() < world.num_local_ranks
     backend = "nccl" if device.type == "cuda" and not shared else "gloo"
     os.environ.update(world.variables)
-    dist.init_process_group(backend, rank=world.rank, world_size=world.num_ranks, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=_store(world), rank=world.rank, world_size=world.num_ranks, timeout=_TIMEOUT)
     try:
         yield backend
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _store(world: World) -> Store:
+    """Where the ranks tell each other their addresses.
+
+    torchrun's usual rendezvous keeps one store over all restarts, in which a rank that is started again finds addresses of ranks that
+    are gone: each start of a machine's ranks gets names of its own. Where there are several machines, their agents may count otherwise.
+    """
+    store, _, _ = next(rendezvous("env://", world.rank, world.num_ranks, timeout=_TIMEOUT))
+    store.set_timeout(_TIMEOUT)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world.num_local_ranks == world.num_ranks else "0"
+    return PrefixStore(f"start-{start}", store)

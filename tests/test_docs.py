@@ -12,7 +12,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # Where a path in prose may start: at the root, or where the reader is in the source.
 BASES = (ROOT, ROOT / "src" / "shardbook", ROOT / "src" / "shardbook" / "engine")
 # Names of files that a run or a reader makes, and names that are warned against.
-NOT_OURS = {"run.json", "config.json", "recipe.toml", "file.py", "train.py", "utils.py"}
+NOT_OURS = {"run.json", "config.json", "recipe.toml", "file.py", "train.py", "utils.py", "model.safetensors.index.json"}
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")

@@ -4,7 +4,7 @@ A load may change nothing before everything is checked, so what is there already
 changed by filling new memory: it becomes the training state's, or is given back.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -91,5 +91,6 @@ def new_room(piece: Piece, dtype: torch.dtype) -> Tensor:
 
 def room_that_fits(before: object, piece: Piece, dtype: torch.dtype) -> Tensor | None:
     """What the optimizer has already, if a state of this type can go there."""
-    fits = isinstance(before, Tensor) and before.shape == piece.parameter.shape and before.dtype == dtype
-    return before if fits else None
+    if isinstance(before, Tensor) and before.shape == piece.parameter.shape and before.dtype == dtype:
+        return before
+    return None

@@ -29,7 +29,6 @@ from shardbook.engine.flat import Piece
 from shardbook.engine.state import Place
 from shardbook.errors import UsageError
 
-
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)
 """What a manifest that nobody wrote can lead to."""
 

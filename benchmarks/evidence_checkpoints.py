@@ -151,33 +151,40 @@ def memory() -> Section:
 def throughput() -> Section:
     section = Section(title="Throughput")
     section.text += prose(
-        f"Training states of {checkpoint_speed.NBYTES / 2**30:.1f} GiB in all, on one rank and on two, in",
-        "pairs: a save beside plain writing of as",
-        "many bytes, 4 MiB at a time with one fsync; a load beside plain reading into one buffer; each goes",
-        "first in turn, and ranks begin",
+        f"Training states of {checkpoint_speed.NBYTES / 2**30:.1f} GiB in all, on one rank and on two, in turn:",
+        "a save beside *plain* writing of as",
+        "many bytes, 4 MiB at a time with one fsync; a load beside *plain* reading into one buffer, and beside reading into as much",
+        "*memory*, which is new where that of the load is. Each goes first in turn, and ranks begin",
         "together. *Cold*: the files were dropped from the page cache before. *Fresh*: the optimizer has no",
-        "state yet. GiB/s are medians of the",
-        "slowest rank; the ratio is taken in each pair; *best* is the ratio of the shortest times. Only pairs count in",
+        "state yet, as where a run is resumed. GiB/s are medians of the",
+        "slowest rank; the ratio is taken in each round; *best* is the ratio of the shortest times; *cores*: seconds of processors, which",
+        "depend less on what else the machine does. Only rounds count in",
         f"which *others* took at most {checkpoint_speed.FOREIGN:.0%} of the cores; if fewer than five did, the five",
         "quietest, and the row says little.",
     )
     rows: list[list[str]] = []
     for num_ranks in (1, 2):
         for name, found in checkpoint_speed.measured(num_ranks).items():
-            rows.append([str(num_ranks), name, *found.cells()])
-            noise = "" if found.is_quiet else " (THE MACHINE WAS BUSY with other things: says little)"
-            if name in ("save", "load, cold"):
-                section.promise(
-                    f"{name}, {num_ranks} rank{'s' * (num_ranks > 1)}: {found.median:.2f} of plain throughput, at least {SHARE}{noise}",
-                    holds=found.median >= SHARE,
-                )
-    section.text += table(["ranks", "", "GiB/s", "plain", "ratio", "quartiles", "best", "pairs", "others"], rows)
+            rows += [[str(num_ranks), name, *row] for row in found.rows()]
+            if name != "load, warm":
+                _promise_share(section, f"{name}, {num_ranks} rank{'s' * (num_ranks > 1)}", found)
+    section.text += table(
+        ["ranks", "", "beside", "GiB/s", "theirs", "ratio", "quartiles", "best", "cores", "theirs", "rounds", "others"], rows
+    )
     section.text += prose(
-        "A load reads twice, so that nothing is changed before everything is checked: where the bytes are in",
-        "the page cache already, nothing",
-        "hides the second pass, nor the memory that it fills, which plain reading into one buffer has not to.",
+        "State that is there already is read twice, so that nothing is changed before everything is checked; state that is not there yet,",
+        "once. From a warm page cache nothing hides the second pass, nor the memory that is filled: no promise is made there.",
     )
     return section
+
+
+def _promise_share(section: Section, what: str, found: checkpoint_speed.Pairs) -> None:
+    """Of the throughput of each rival."""
+    noise = "" if found.is_quiet else " (THE MACHINE WAS BUSY with other things: says little)"
+    for rival in found.rivals:
+        of = "plain throughput" if rival == "plain" else "plain reading into memory"
+        share = found.median(rival)
+        section.promise(f"{what}: {share:.2f} of {of}, at least {SHARE}{noise}", holds=share >= SHARE)
 
 
 def exchange() -> Section:

@@ -1,7 +1,8 @@
 """Loading, on every rank: first everything is read that could be wrong, then the ranks agree, and only then anything is changed.
 
-Each rank reads the byte ranges it needs, twice: once for their checksums, once into place (from the page cache, as a rule). The
-alternative, a second copy in memory until all is checked, costs what ZeRO saves.
+Each rank reads the byte ranges it needs. What is there already it reads twice: once for the checksums, once into place (from the page
+cache, as a rule); the alternative, a second copy in memory until all is checked, costs what ZeRO saves. What is not there yet, the state
+of an optimizer that has not stepped, is read once, into new memory (:mod:`.fresh`).
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -17,17 +18,19 @@ from torch import Tensor
 from shardbook.checkpoint import chance, manifest
 from shardbook.checkpoint.agree import Ranks
 from shardbook.checkpoint.compare import SCHEDULERS
-from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.folder import find
+from shardbook.checkpoint.fresh import Fresh, fresh_states, new_room, room_that_fits, state_types
 from shardbook.checkpoint.manifest import Manifest
-from shardbook.checkpoint.pages import in_large_pages
 from shardbook.checkpoint.plan import Asked, Plain, Plan, make_plan
 from shardbook.checkpoint.read import Range, Reader, open_checkpoint
 from shardbook.engine.engine import Engine
 from shardbook.engine.flat import Piece
-from shardbook.engine.state import WEIGHT, Place
+from shardbook.engine.state import Place
 from shardbook.errors import UsageError
+
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)
+"""What a manifest that nobody wrote can lead to."""
 
 
 def load(engine: Engine, path: Path, asked: Asked) -> Mapping[str, Any]:
@@ -40,17 +43,18 @@ def load(engine: Engine, path: Path, asked: Asked) -> Mapping[str, Any]:
     check_idle(engine, "load")
     ranks = Ranks(engine.transport, engine._context.storage.device)
     folder = _find(ranks, path)
-    reader = None
-    try:
-        with ranks.together(f"reading {folder}"):
-            reader, plan = _prepare(engine, ranks.rank, folder, asked)
-        _take_schedulers(plan.plain.schedulers, ranks, folder)
-        with ranks.together(f"loading {folder}"), torch.no_grad():
-            assert reader is not None
-            _apply(engine, ranks, reader, plan)
-    finally:
-        if reader is not None:
-            reader.close()
+    with fresh_states(engine) as fresh:  # around the reader: its threads have ended before memory is given back
+        reader = None
+        try:
+            with ranks.together(f"reading {folder}"):
+                reader, plan = _prepare(engine, ranks.rank, folder, asked, fresh)
+            _take_schedulers(plan.plain.schedulers, ranks, folder)
+            with ranks.together(f"loading {folder}"), torch.no_grad():
+                assert reader is not None
+                _apply(engine, ranks, reader, plan, fresh)
+        finally:
+            if reader is not None:
+                reader.close()
     return plan.plain.extra
 
 
@@ -85,20 +89,21 @@ def _find(ranks: Ranks, path: Path) -> Path:
     return path / ranks.told(name)[0]
 
 
-def _prepare(engine: Engine, rank: int, folder: Path, asked: Asked) -> tuple[Reader, Plan]:
-    """Read the manifest, compare, and verify every byte that this rank will need."""
+def _prepare(engine: Engine, rank: int, folder: Path, asked: Asked, fresh: Fresh) -> tuple[Reader, Plan]:
+    """Read the manifest, compare, and verify every byte that this rank will need; what is fresh is complete then."""
     reader = open_checkpoint(folder)
     try:
         for file in reader.manifest.files:
             reader.check_file(file)
         plan = make_plan(engine, rank, reader, asked)
-        for wanted in plan.ranges(reader):
-            reader.verify(wanted)
+        fresh.make(plan.states, reader)
+        for wanted, into in plan.ranges(reader, fresh):
+            reader.verify(wanted, into)
         reader.drain()
         reader.check_unchanged()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+    except BaseException as error:
         reader.close()
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError) or not isinstance(error, _MALFORMED):
             raise
         raise CheckpointError(
             f"{folder / manifest.NAME}: a field is missing or of another kind ({error!r}): written by no shardbook"
@@ -146,15 +151,15 @@ class Job:
         reader.fill(self.wanted, targets, self.place.through)
 
 
-def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan) -> None:
+def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan, fresh: Fresh) -> None:
     """Everything is known to be right: change it."""
     with changing(engine):
-        _fill(engine, reader, plan)
+        _fill(engine, reader, plan, fresh)
     _apply_plain(engine, ranks, reader.manifest, plan.plain)
 
 
-def _fill(engine: Engine, reader: Reader, plan: Plan) -> None:
-    places = [*plan.weights, *_states(engine, reader, plan)]
+def _fill(engine: Engine, reader: Reader, plan: Plan, fresh: Fresh) -> None:
+    places = [*plan.weights, *_states(engine, reader, plan, fresh)]
     jobs = [Job(wanted, place) for place in places for wanted in reader.ranges(place.what, place.name, place.start, place.stop)]
     for job in sorted(jobs, key=lambda job: job.wanted.place):
         job.do(reader)
@@ -166,8 +171,10 @@ def _fill(engine: Engine, reader: Reader, plan: Plan) -> None:
         tensor.copy_(values.view(tensor.shape))
 
 
-def _states(engine: Engine, reader: Reader, plan: Plan) -> list[Place]:
-    """Give the optimizer the state of every piece, its values still to come, in the memory that it has already where that fits."""
+def _states(engine: Engine, reader: Reader, plan: Plan, fresh: Fresh) -> list[Place]:
+    """Give the optimizer the state of every piece: what is fresh, or the memory that it has already where that fits, and then its values
+    are still to come.
+    """
     if engine.optimizer is None or engine._pieces is None or not plan.states:
         return []
     old: dict[Any, dict[str, Any]] = dict(engine.optimizer.state)
@@ -183,20 +190,15 @@ def _states(engine: Engine, reader: Reader, plan: Plan) -> list[Place]:
         scalars = plan.plain.scalars.get(name, {})
         found[piece.parameter] = {key: _scalar(key, value, piece, groups[id(piece.parameter)]) for key, value in scalars.items()}
         for what in states:
-            dtypes = [TYPES[reader.stored(kind, name)[0].dtype] for kind in (WEIGHT, what)]
-            found[piece.parameter][what] = room = _room(before.pop(what, None), piece, *dtypes)
-            places.append(Place(what, name, piece.span.start, (room,)))
+            room = fresh.taken(piece, what)
+            if room is None:
+                dtype = state_types(reader, piece, what)[1]
+                room = room_that_fits(before.pop(what, None), piece, dtype)
+                room = new_room(piece, dtype) if room is None else room
+                places.append(Place(what, name, piece.span.start, (room,)))
+            found[piece.parameter][what] = room
     engine._pieces.take_state(found)
     return places
-
-
-def _room(before: Any, piece: Piece, weight: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Memory for a state: in its own type where the weight keeps its type, else in the weight's, as ``load_state_dict`` would have it."""
-    if dtype.is_floating_point and weight != piece.parameter.dtype:
-        dtype = piece.parameter.dtype
-    if isinstance(before, Tensor) and before.shape == piece.parameter.shape and before.dtype == dtype:
-        return before
-    return in_large_pages(torch.empty_like(piece.parameter, dtype=dtype, requires_grad=False))
 
 
 def _scalar(key: str, value: Any, piece: Piece, group: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from shardbook.checkpoint import chance
 from shardbook.checkpoint.compare import OPTIMIZER, SCHEDULERS, Allowed, Findings, compare_buffers, compare_parameters, match_groups
 from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
+from shardbook.checkpoint.fresh import Fresh
 from shardbook.checkpoint.manifest import Manifest
 from shardbook.checkpoint.plain import decoded
 from shardbook.checkpoint.read import Range, Reader
@@ -48,13 +49,16 @@ class Plan:
     buffers: Sequence[tuple[Tensor, Range]]
     plain: Plain
 
-    def ranges(self, reader: Reader) -> list[Range]:
-        """Everything that will be read, in the order of the files' bytes."""
-        found = [wanted for place in self.weights for wanted in reader.ranges(place.what, place.name, place.start, place.stop)]
+    def ranges(self, reader: Reader, fresh: Fresh) -> list[tuple[Range, Tensor | None]]:
+        """Everything that will be read, in the order of the files' bytes, and where it goes if it is read but once."""
+        found: list[tuple[Range, Tensor | None]] = [(wanted, None) for _, wanted in self.buffers]
+        for place in self.weights:
+            found += [(wanted, None) for wanted in reader.ranges(place.what, place.name, place.start, place.stop)]
         for piece, states in self.states:
             for what in states:
-                found += reader.ranges(what, piece.member.name, piece.span.start, piece.span.stop)
-        return sorted([*found, *(wanted for _, wanted in self.buffers)], key=lambda wanted: wanted.place)
+                wanted_ones = reader.ranges(what, piece.member.name, piece.span.start, piece.span.stop)
+                found += [(wanted, fresh.part(piece, what, wanted)) for wanted in wanted_ones]
+        return sorted(found, key=lambda pair: pair[0].place)
 
 
 def make_plan(engine: Engine, rank: int, reader: Reader, asked: Asked) -> Plan:

@@ -134,10 +134,14 @@ class Reader:
             if first < end:
                 yield Range(file, stored, first - stored.start, end - stored.start)
 
-    def verify(self, wanted: Range) -> None:
+    def verify(self, wanted: Range, into: Tensor | None = None) -> None:
         """Look whether every block that the range touches has the checksum it was written with; :meth:`drain` tells.
 
         Threads do it, so that the disk has the next block to read while one is added up.
+
+        Args:
+            wanted: the range.
+            into: contiguous memory of the host, of the range's type and length, that takes its bytes at the same time.
 
         Raises:
             CheckpointError: a block of this or of an earlier range has not; the message names tensor and file.
@@ -147,9 +151,9 @@ class Reader:
             raise CheckpointError(f"{self.folder / wanted.file.name}: {stored.key!r} has {len(stored.xxh3)} checksums, too many or too few")
         for block in range(wanted.start * width // self._block_nbytes, -(-wanted.stop * width // self._block_nbytes)):
             mark = (wanted.file.name, stored.begin, block)
-            if mark not in self._verified:
+            if into is not None or mark not in self._verified:
                 self._verified.add(mark)
-                self._in_a_thread(wanted.file, self._check_block, wanted, block)
+                self._in_a_thread(wanted.file, self._check_block, wanted, block, into)
 
     def _in_a_thread(self, file: StoredFile, work: Callable[..., None], *arguments: Any) -> None:
         self._descriptor(file)
@@ -166,24 +170,32 @@ class Reader:
         while self._pending:
             self._pending.popleft().result()
 
-    def _check_block(self, wanted: Range, block: int) -> None:
+    def _check_block(self, wanted: Range, block: int, into: Tensor | None) -> None:
         stored = wanted.stored
         begin = stored.begin + block * self._block_nbytes
-        nbytes = min(stored.end - begin, self._block_nbytes)
-        if self._sum(wanted.file, begin, nbytes) != stored.xxh3[block]:
+        end = min(stored.end, begin + self._block_nbytes)
+        target = None if into is None else (wanted.place[1], bytes_of(into))
+        if self._sum(wanted.file, begin, end, target) != stored.xxh3[block]:
             raise CheckpointError(
                 f"{self.folder / wanted.file.name}: {stored.what} of {stored.name!r} is damaged near byte {begin}: other bytes than "
                 f"were written; take another checkpoint, or copy this one again"
             )
 
-    def _sum(self, file: StoredFile, begin: int, nbytes: int) -> str:
-        """As :func:`.write.checksum`, of bytes of a file."""
+    def _sum(self, file: StoredFile, begin: int, end: int, target: tuple[int, memoryview] | None) -> str:
+        """As :func:`.write.checksum`, of bytes ``begin`` to ``end`` of a file; those that the target is for, from a byte of the file on,
+        are read into it and added up there, while the processor has them in its cache.
+        """
         total = xxhash.xxh3_64()
+        first, room = target or (end, memoryview(b""))
         with self._a_scratch() as scratch:
-            for at in range(0, nbytes, _CHUNK_NBYTES):
-                chunk = scratch.read[: min(_CHUNK_NBYTES, nbytes - at)]
-                self._read(file, chunk, begin + at)
+            while begin < end:
+                if first <= begin < first + len(room):
+                    chunk = room[begin - first :][: min(_CHUNK_NBYTES, end - begin)]
+                else:
+                    chunk = scratch.read[: min(_CHUNK_NBYTES, (first if begin < first < end else end) - begin)]
+                self._read(file, chunk, begin)
                 total.update(chunk)
+                begin += len(chunk)
         return total.hexdigest()
 
     def fill(self, wanted: Range, targets: tuple[Tensor, ...], through: torch.dtype | None) -> None:
@@ -200,21 +212,22 @@ class Reader:
 
     @torch.no_grad()  # of this thread
     def _fill(self, wanted: Range, targets: tuple[Tensor, ...], through: torch.dtype | None) -> None:
-        dtype = TYPES[wanted.stored.dtype]
-        begin = wanted.stored.begin + wanted.start * dtype.itemsize
+        dtype, first = TYPES[wanted.stored.dtype], targets[0]
+        begin = wanted.place[1]
+        is_direct = first.dtype == dtype and first.device.type == "cpu" and first.is_contiguous() and through in (None, dtype)
+        if is_direct and len(targets) == 1:
+            self._read(wanted.file, bytes_of(first), begin)
+            return
         step = _CHUNK_NBYTES // max(dtype.itemsize, through.itemsize if through else 1)
-        for at in range(0, wanted.numel, step):
-            parts = [target[at : at + step] for target in targets]
-            first, offset = parts[0], begin + at * dtype.itemsize
-            if first.dtype == dtype and first.device.type == "cpu" and first.is_contiguous() and through in (None, dtype):
-                self._read(wanted.file, bytes_of(first), offset)
-            else:
-                with self._a_scratch() as scratch:
-                    read = scratch.read[: first.numel() * dtype.itemsize]
-                    self._read(wanted.file, read, offset)
-                    first.copy_(scratch.values(first.numel(), dtype, through or dtype))
-            for source, target in pairwise(parts):
-                target.copy_(source)
+        with self._a_scratch() as scratch:
+            for at in range(0, wanted.numel, step):
+                parts = [target[at : at + step] for target in targets]
+                read = bytes_of(parts[0]) if is_direct else scratch.read[: parts[0].numel() * dtype.itemsize]
+                self._read(wanted.file, read, begin + at * dtype.itemsize)
+                if not is_direct:
+                    parts[0].copy_(scratch.values(parts[0].numel(), dtype, through or dtype))
+                for source, target in pairwise(parts):
+                    target.copy_(source)
 
     @contextmanager
     def _a_scratch(self) -> Generator["Scratch"]:

@@ -66,6 +66,16 @@ class PieceOptimizer:
         state: dict[Any, Any] = self._optimizer.state
         state.clear()
         state |= states
+        self.settle()
+
+    def reserve(self, piece: Piece, value: Tensor) -> None:
+        """Book memory that is to be a state of the piece: :meth:`take_state` gets it, or it is freed before :meth:`settle`."""
+        entry = (self._units.get(id(piece.parameter), "root"), address_of(value), value.numel() * value.element_size())
+        self._journal.book(Account.MOMENT, Tier.DEVICE, entry[0], entry[2], address=entry[1])
+        self._booked.append(entry)
+
+    def settle(self) -> None:
+        """Book the state that there is, and nothing that was reserved."""
         self._num_states = -1
         self._book()
 

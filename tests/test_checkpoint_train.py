@@ -56,7 +56,7 @@ def test_it_goes_on_bit_for_bit(text: Path, tmp_path: Path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", ["1", "2"])
+@pytest.mark.parametrize("num_ranks", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_sigterm_saves(num_ranks: str, text: Path, tmp_path: Path):
     options = [*TINY, "--text", str(text), "--out", str(tmp_path / "out"), "--device", "cpu", "--global-batch", "8", "--ranks", num_ranks]
     with Running([*options, "--save-every", "20", "--keep", "1", *(["--save-async"] if num_ranks == "2" else [])]) as running:
@@ -75,6 +75,7 @@ def test_sigterm_saves(num_ranks: str, text: Path, tmp_path: Path):
     assert len(losses(tmp_path / "out")) == step + 2
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_other_data_are_refused(text: Path, tmp_path: Path):

@@ -163,7 +163,8 @@ def test_the_decoder_is_a_llama(tmp_path: Path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["transformers", pytest.param("model", marks=pytest.mark.full)])
+@pytest.mark.parametrize("names", ["transformers", "model"])
+@pytest.mark.full
 def test_train_begins_from_an_export(names: str, text: Path, tmp_path: Path):
     """The plain loop begins from the same weights, on its own way; under transformers' names or those of the run."""
     first = train(text, tmp_path / "first", "--ranks", "1", "--steps", "3", "--save-every", "3", "--tied")

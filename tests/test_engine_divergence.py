@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import time
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from tests import ranks
 from tests.equality import SEED, built
 from tests.oracle import PlainRun
 from tests.ranks import Ending
+from tests.sampled import every
 from tests.zoo import ZOO, Decoder
 
 pytestmark = pytest.mark.ranks
@@ -110,8 +110,7 @@ def all_named(endings: list[Ending], culprit: int, names: str, *, kinds: str = "
     assert len(named) >= 2, "only one rank is named"
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks, culprit", every(3, [2, 3], [0, 1]))
 def test_a_block_that_one_rank_skips_at_stage_3(num_ranks: int, culprit: int) -> None:
     endings = ranks.fresh_ranks(num_ranks, part_ways, 3, "skip", culprit, ahead=0, seconds=30)
     assert [ending.how for ending in endings] == ["value"] * num_ranks
@@ -135,8 +134,7 @@ def skipped(stage: int, culprit: int, step_of_skip: int) -> tuple[str, dict[str,
         return f"{type(error).__name__}: {error}", {}
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage, culprit", every(3, [0, 1, 2, 3], [0, 1]))
 def test_a_block_that_one_rank_skips_counts_as_zero_or_is_named(stage: int, culprit: int) -> None:
     """Below stage 3 it always counts as zero. At stage 3 the rank may have served the others by looking ahead; else it is named."""
     for step_of_skip in (0, 1):
@@ -162,8 +160,7 @@ def forward_of_leaving(model: Any, item: Any) -> tuple[Tensor, Any]:
     return loss, batch.weight
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit, stage", every(2, [0, 1], [0, 2, 3]))
 def test_one_micro_batch_fewer(stage: int, culprit: int) -> None:
     for ending in ranks.fresh_ranks(2, part_ways, stage, "fewer", culprit, 3, seconds=30):
         assert ending.how == "value"
@@ -175,21 +172,14 @@ def test_one_micro_batch_fewer(stage: int, culprit: int) -> None:
         assert "micro-batch" in text
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks, culprit, stage", every(3, [2, 3], [0, 1], [0, 3]))
 def test_a_rank_that_raises_in_forward(num_ranks: int, stage: int, culprit: int) -> None:
     endings = ranks.fresh_ranks(num_ranks, part_ways, stage, "raise", culprit, seconds=30)
     assert endings[culprit].value[1] == "ArithmeticError: a mistake of the user's"
     all_named(endings, culprit, r"ArithmeticError(.|\n)*a mistake of the user's", kinds="RankLostError")
 
 
-def every_third(*lists: Any) -> list[Any]:
-    """The product of the lists; every third row is in the default suite."""
-    return [pytest.param(*row, marks=() if number % 3 == 0 else pytest.mark.full) for number, row in enumerate(product(*lists))]
-
-
-@pytest.mark.parametrize("num_ranks, culprit, stage, what", every_third([2, 3], [0, 1], [1, 3], ["kill", "exit"]))
+@pytest.mark.parametrize("num_ranks, culprit, stage, what", every(3, [2, 3], [0, 1], [1, 3], ["kill", "exit"]))
 def test_a_rank_that_is_killed(num_ranks: int, stage: int, culprit: int, what: str) -> None:
     """Also rank 0, in whose process the store lives."""
     endings = ranks.fresh_ranks(num_ranks, part_ways, stage, what, culprit, seconds=30)

@@ -18,6 +18,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_does_the_peak_divide():
     told = json.loads(run("--json"))

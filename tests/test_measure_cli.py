@@ -514,6 +514,7 @@ GROUP = """
 CLOSE = "\n    dist.destroy_process_group()\n"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ddp_under_torchrun(tmp_path):

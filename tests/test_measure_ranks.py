@@ -12,6 +12,7 @@ from shardbook.forecasting.closed_form import closed_form, padding
 from shardbook.models.config import DecoderConfig
 from shardbook.models.decoder import Decoder
 from tests import ranks
+from tests.sampled import every
 
 NUM_RANKS = 2
 VOCAB = 512
@@ -157,9 +158,7 @@ def check(document: RunDocument, most: float) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage, precision, kind", every(3, [0, 1, 2, 3], ["fp32", "bf16"], ["gpt", "llama"]))
 def test_every_byte_of_a_stage_is_in_an_account(stage, precision, kind):
     accumulate = 2 if kind == "llama" else 1
     answers = ranks.call(NUM_RANKS, of_shardbook, stage, sb.Precision(param=precision), kind, accumulate)
@@ -183,8 +182,7 @@ def test_a_measured_training_has_the_same_bits(precision):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("peer", ["ddp", "ddp-copies", "fsdp2", "fsdp2-keep"])
+@pytest.mark.parametrize("peer, dtype", every(3, ["ddp", "ddp-copies", "fsdp2", "fsdp2-keep"], ["fp32", "bf16"]))
 def test_every_byte_of_a_peer_is_in_an_account(peer, dtype):
     for document, numel in ranks.call(NUM_RANKS, of_peer, peer, dtype, "gpt"):
         check(document, 0.01)

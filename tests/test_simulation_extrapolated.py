@@ -140,7 +140,7 @@ def shared(blocks):
     blocks[9].feed_forward = blocks[8].feed_forward
 
 
-@pytest.mark.parametrize("change", [wider, frozen, shared])
+@pytest.mark.parametrize("change", [*(pytest.param(change, marks=pytest.mark.full) for change in (wider, frozen)), shared])
 def test_a_block_unlike_the_others(change):
     assert not is_extrapolated(simulate(CASE, "auto", changed(change)))
 

@@ -136,7 +136,7 @@ SEEM_ALIKE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-SAMPLED = ("own number", "a shared list", "every eighth")
+SAMPLED = ("own number",)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ class LossOfEach(Net):
         return told
 
 
-@pytest.mark.parametrize("build", [Net, LastApart, LossOfEach])
+@pytest.mark.parametrize("build", [Net, *(pytest.param(build, marks=pytest.mark.full) for build in (LastApart, LossOfEach))])
 def test_blocks_that_are_alike_don_t(build):
     few, every = (simulate(build, blocks=blocks) for blocks in ("auto", "all"))
     assert few.simulated.blocks == 7

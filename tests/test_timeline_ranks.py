@@ -54,7 +54,7 @@ def in_full(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize("num_ranks, stage", [(2, 0), in_full(2, 3), in_full(4, 1), (4, 3)])
+@pytest.mark.parametrize("num_ranks, stage", [in_full(2, 0), in_full(2, 3), in_full(4, 1), (4, 3)])
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("where", ["forward", in_full("backward")])
 def test_a_late_rank(num_ranks: int, stage: int, work: float, where: str) -> None:
@@ -72,7 +72,7 @@ def test_a_late_rank(num_ranks: int, stage: int, work: float, where: str) -> Non
 
 @pytest.mark.parametrize("num_ranks", [2, in_full(4)])
 @pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("kind, stage, times", [("gather", 3, 2), ("reduce", 3, 1), ("refresh", 2, 1)])
+@pytest.mark.parametrize("kind, stage, times", [in_full("gather", 3, 2), ("reduce", 3, 1), in_full("refresh", 2, 1)])
 def test_late_messages_of_one_rank(num_ranks: int, work: float, kind: str, stage: int, times: int) -> None:
     check(
         lambda: ranks.call(num_ranks, delays.in_messages, stage, work, (1,), kind, UNIT, DELAY, "late")[0],
@@ -100,6 +100,7 @@ def test_a_gather_that_nobody_looked_ahead_to_was_issued_late() -> None:
     check(run, 0, "issued late", None, {"gather"}, DELAY)
 
 
+@pytest.mark.full
 def test_a_gather_that_the_limit_held_back_waited_for_a_buffer() -> None:
     import shardbook as sb
 

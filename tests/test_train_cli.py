@@ -123,6 +123,7 @@ def test_two_ranks_train_as_a_recipe_says_and_equal_the_plain_loop(tmp_path, opt
     assert "step 1/8" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_budget_that_is_crossed_ends_the_run_and_says_what_was_held(tmp_path, options):
     done = shardbook("train", "--stage", "2", "--steps", "3", "--budget", "1MiB", *options)
@@ -143,6 +144,7 @@ def test_a_budget_is_a_size(options):
     assert "run.budget = '8 gigs' (command line): allowed is a number of bytes, or a size such as 8GiB" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_run_that_differs_says_where_and_fails(tmp_path, options):
     code = "import shardbook.train.batches as b; f = b.Batches.micro; b.Batches.micro = lambda s, step, *r: f(s, step + (step == 1), *r)"
@@ -165,6 +167,7 @@ ONE_BIT = """import torch, shardbook.engine.engine as e
     e.Engine.step = step"""
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_rank_that_drifts_ends_the_run_and_is_named(tmp_path, options):
     path = sabotage(tmp_path, ONE_BIT)
@@ -196,6 +199,7 @@ def test_dropout_has_the_same_masks_in_the_plain_loop(tmp_path, text, stage):
     assert "plain loop bit-identical for 3 steps" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_rank_that_raises_is_told_once(tmp_path, options):
     code = "import shardbook.train.batches as b; b.Batches.micro = lambda *a: 1 / 0"

@@ -123,8 +123,7 @@ def memory() -> Section:
         f"Two ranks, {test_checkpoint_memory.NUM_UNITS} units of {unit / MIB:.1f} MiB in fp32; MiB above the",
         "training state, on the rank that",
         "needs most: by the books, by the allocator's own record, and by the process's resident memory, looked",
-        "at every millisecond,"
-        "beside what it has before and after.",
+        "at every millisecond,beside what it has before and after.",
     )
     rows: list[list[str]] = []
     most: dict[str, float] = {}
@@ -192,8 +191,8 @@ def background() -> Section:
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".evidence-") as folder:
         section.text += [f"* {line}" for line in checkpoint_async.words(checkpoint_async.stalls(Path(folder))).splitlines()] + [""]
     section.text += prose(
-        "The thread that writes and the steps beside it share the cores here, so that most of what the call saves is lost in steps. No promise",
-        "is made of time. That the files are those of a save that was waited for, and that the copy is in the books, is held by",
+        "The thread that writes and the steps beside it share the cores here, so that most of what the call saves is lost in steps.",
+        "No promise is made of time. That the files are those of a save that was waited for, and that the copy is in the books, is held by",
         "`tests/test_checkpoint_async.py`.",
     )
     return section

@@ -791,6 +791,34 @@ def on_a_mesh() -> Trace:
     return Trace(train(engine, dist.get_rank() % 2, range(3)), final(engine))
 
 
+def on_a_mesh_after_an_engine_that_died() -> Trace:
+    """Its group is collected on some ranks, and on the others only when something asks for it."""
+    import gc
+
+    import torch.distributed as dist
+
+    import shardbook as sb
+
+    gc.disable()
+    try:
+        model = built(ZOO["plain"], SEED)
+        cycle = [sb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), sb.ZeroConfig(stage=2))]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        del cycle, model
+        if dist.get_rank() % 2:
+            gc.collect()
+        dist.barrier()
+        return on_a_mesh()
+    finally:
+        gc.enable()
+
+
+def test_an_engine_that_died_does_not_part_the_ranks_of_an_axis() -> None:
+    results = ranks.call(4, on_a_mesh_after_an_engine_that_died)
+    for first in (0, 2):
+        assert differences(results[first], plain(2, 3)) == []
+
+
 def test_one_axis_of_a_mesh() -> None:
     results = ranks.call(4, on_a_mesh)
     expected = plain(2, 3)

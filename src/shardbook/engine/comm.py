@@ -6,6 +6,7 @@ ranks) uses the library's own collectives; their label travels as a header in th
 Names of collectives that change between versions of torch live in this file alone.
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -402,13 +403,21 @@ def connect(group: Any, watch: Watch, journal: Journal, reduction: Literal["auto
     if backend == "gloo" and ordered:
         # a group of its own: tags that nobody else uses, no timeout, and pairs that may be closed without harm to others
         ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=len(ranks) < dist.get_world_size())
+        own = _new_group(ranks, timeout=_PATIENCE, backend="gloo")
         return PointToPoint(own, dist.get_rank(group), num_ranks, watch, journal)
     if backend == "fake" and ordered and device.type != "cuda":
         return FakePointToPoint(group, dist.get_rank(group), num_ranks, watch, journal)
     ranks = dist.get_process_group_ranks(group)
-    reducing = group if backend == "fake" else dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
+    reducing = group if backend == "fake" else _new_group(ranks)
     return Collectives(group, reducing, watch, journal, ordered=ordered, headers=backend != "fake")
+
+
+def _new_group(ranks: list[int], **settings: Any) -> Any:
+    """A group of these ranks, made by them alone where they aren't all that there are."""
+    is_part = len(ranks) < dist.get_world_size()
+    if is_part:
+        gc.collect()  # torch puts the number of a process's groups into the name: one that a dead engine left here would part the ranks
+    return dist.new_group(ranks, use_local_synchronization=is_part, **settings)
 
 
 def _tag(label: Label) -> int:

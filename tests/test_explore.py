@@ -248,7 +248,7 @@ def test_without_torch_a_run_says_so(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_recomputation_is_measured_as_it_is_forecast(policy):
     pytest.importorskip("torch")
     begun = runs.recomputing(policy)

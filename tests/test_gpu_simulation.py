@@ -25,6 +25,9 @@ RIGHT = Row(
 )
 
 
+pytestmark = pytest.mark.full  # it runs real trainings
+
+
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory):
     """Both small cases trained on the CPU, forecast, simulated and replayed; the folder and its rows."""

@@ -556,7 +556,8 @@ def test_fsdp2_under_torchrun(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("dying", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dying", [0, 1])
 def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, dying):
     event = f"if step == 3 and rank == {dying}: os.kill(os.getpid(), signal.SIGKILL)"
     wrapped = "model = nn.parallel.DistributedDataParallel(Net())"

@@ -93,7 +93,7 @@ def assert_same(few, every):
         assert getattr(few.simulated, name) == getattr(every.simulated, name)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.full), *CASES[1:]], ids=str)
 def test_a_few_blocks_say_what_all_of_them_say(case):
     few, every = simulate(case, "auto"), simulate(case, "all")
     assert is_extrapolated(few)

@@ -327,6 +327,7 @@ def left_behind() -> tuple[Any, ...]:
     return dist.is_initialized(), _get_current_dispatch_mode_stack(), torch.UntypedStorage.resize_, torch.utils.swap_tensors, hooks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("surroundings", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda one: one.__name__)
 def test_a_step_is_one_of_training_whatever_is_open(surroundings):
     expected = simulate(partial(Net, 2))

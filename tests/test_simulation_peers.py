@@ -225,6 +225,7 @@ def one_token():
     return torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long)
 
 
+@pytest.mark.full
 def test_a_cold_start_counts_no_shapes():
     """In the first step moments aren't there when activations are; in no step is anything there that is as large as the model."""
     (right, whole), (wrong, _) = (ranks.fake_rank(MANY, steps_from_cold, knows, seconds=SECONDS) for knows in (True, False))

@@ -49,6 +49,24 @@ def test_the_same_bits_at_the_same_n(setup: Setup, tmp_path: Path):
             assert expected["steps"] == 6
 
 
+def test_good_steps_in_a_row_are_counted_on(tmp_path: Path):
+    """The scale is doubled after 2,000 of them, whoever trains in between."""
+    setup = Setup(3, 1, "fp16", loss_scale="dynamic")
+    engine, again = build(setup), build(setup)
+    for one, num_good in ((engine, 1998), (again, 5)):
+        stepper = one._stepper
+        assert stepper is not None
+        stepper.loss_scale.value, stepper.loss_scale.num_good = 2.0**-4, num_good
+        one._passes.loss_scale = stepper.loss_scale.value
+    engine.save(tmp_path / "c")
+    again.load(tmp_path / "c")
+    for one in (engine, again):
+        train(one, 2)
+        assert one._stepper is not None
+        assert one._stepper.loss_scale.value == 2.0**-3
+        one.close()
+
+
 def same(first: Any, second: Any) -> bool:
     """Equal to the last bit and of the same types, all the way down."""
     if type(first) is not type(second):

@@ -172,16 +172,15 @@ def throughput() -> Section:
     )
     section.text += prose(
         "State that is there already is read twice, so that nothing is changed before everything is checked; state that is not there yet,",
-        "once. Reading into one buffer of 4 MiB, which leaves the bytes nowhere, is faster than either on a quiet machine, and no promise",
-        "is made beside it; nor from a warm page cache, where nothing hides the second pass.",
+        "once. From a warm page cache nothing hides the second pass, nor the memory that is filled: no promise is made there.",
     )
     return section
 
 
 def _promise_share(section: Section, what: str, found: checkpoint_speed.Pairs) -> None:
-    """A save is held to plain writing, a load to reading into memory, as it ends with the bytes there."""
+    """Of the throughput of each rival, the one that keeps no byte included."""
     noise = "" if found.is_quiet else " (THE MACHINE WAS BUSY with other things: says little)"
-    for rival in ("plain",) if what.startswith("save") else ("memory",):
+    for rival in found.rivals:
         of = "plain throughput" if rival == "plain" else "plain reading into memory"
         share = found.median(rival)
         section.promise(f"{what}: {share:.2f} of {of}, at least {SHARE}{noise}", holds=share >= SHARE)

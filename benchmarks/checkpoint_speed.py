@@ -26,8 +26,8 @@ from benchmarks.step_time import Round, Times, slowest_of, usage
 from shardbook.checkpoint.pages import in_large_pages
 from shardbook.checkpoint.write import bytes_of
 
-MIN_PAIRS, MAX_PAIRS = 9, 21
-BUDGET_SECONDS = 15.0
+MIN_PAIRS, MAX_PAIRS = 9, 31
+BUDGET_SECONDS = 30.0
 """After which no pair begins, if there are enough."""
 FOREIGN = 0.10
 WIDTH, NUM_UNITS = 2048, 8

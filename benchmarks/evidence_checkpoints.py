@@ -60,7 +60,7 @@ def kills() -> Section:
     section = Section(title="Kills")
     section.text += prose(
         f"Two ranks at stage 3 save after every step; {NUM_KILLS} times one of them, or both, are ended by",
-        "SIGKILL at a random moment, and",
+        "SIGKILL at a random moment, every second time at one inside a save, and",
         "started again. After each kill every byte of the last checkpoint is verified.",
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -35,8 +35,10 @@ def run(folder: Path, steps: int) -> Any:
     return found
 
 
-def killed(folder: Path, rng: random.Random, steps: int) -> tuple[int, bool]:
-    """Start the run, kill one rank or both at some moment; the step whose save had ended before that, and whether one was under way."""
+def killed(folder: Path, rng: random.Random, steps: int, *, inside: bool) -> tuple[int, bool]:
+    """Start the run, kill one rank or both at some moment, or at some moment inside a save; the step whose save had ended before that,
+    and whether one was under way.
+    """
     before = reached(folder)
     workers = ranks.server().fork(2, "gloo")
     for worker in workers:
@@ -45,15 +47,23 @@ def killed(folder: Path, rng: random.Random, steps: int) -> tuple[int, bool]:
     while reached(folder) == before and time.monotonic() < until:
         time.sleep(0.002)
     time.sleep(rng.random() * 0.15)
+    if inside:
+        while not is_writing(folder) and time.monotonic() < until:
+            time.sleep(0.0002)
+        time.sleep(rng.random() * 0.004)
     last = reached(folder)
     victims = rng.choice((workers, workers[:1], workers[1:]))
     for worker in victims:
         os.kill(worker.pid, signal.SIGKILL)
-    inside = any(path.name.endswith(".writing") for path in folder.iterdir())
+    was_inside = is_writing(folder)
     if len(victims) == 1:
         ranks.collect([worker for worker in workers if worker not in victims], 30)
     ranks.stop(workers)
-    return last, inside
+    return last, was_inside
+
+
+def is_writing(folder: Path) -> bool:
+    return any(name.endswith(".writing") for name in os.listdir(folder))
 
 
 def reached(folder: Path) -> int:
@@ -83,9 +93,9 @@ def killed_often(folder: Path, kills: int, seed: int) -> Killed:
     rng, found = random.Random(seed), Killed(num_kills=kills)
     broken = folder / "broken"
     broken.mkdir()
-    for _ in range(kills):
-        last, inside = killed(broken, rng, steps)
-        found.num_inside += inside
+    for number in range(kills):
+        last, was_inside = killed(broken, rng, steps, inside=number % 2 == 0)
+        found.num_inside += was_inside
         path = find(broken)
         found.damaged += faults(path)
         if int(path.name[5:]) < last:

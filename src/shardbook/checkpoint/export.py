@@ -141,8 +141,7 @@ def _read(reader: Reader, ranges: Sequence[Range], numel: int) -> Tensor:
     flat = torch.empty(numel, dtype=TYPES[ranges[0].stored.dtype])
     place = 0
     for wanted in ranges:
-        reader.verify(wanted)
-        reader.drain()
+        reader.verify((wanted, None))
         reader.fill(wanted, (flat[place : place + wanted.numel],), None)
         place += wanted.numel
     reader.drain()

@@ -97,9 +97,7 @@ def _prepare(engine: Engine, rank: int, folder: Path, asked: Asked, fresh: Fresh
             reader.check_file(file)
         plan = make_plan(engine, rank, reader, asked)
         fresh.make(plan.states, reader)
-        for wanted, into in plan.ranges(reader, fresh):
-            reader.verify(wanted, into)
-        reader.drain()
+        reader.verify(*plan.ranges(reader, fresh))
         reader.check_unchanged()
     except BaseException as error:
         reader.close()

@@ -33,8 +33,7 @@ def _of_files(reader: Reader) -> Iterator[str]:
             continue
         for stored in file.tensors:
             try:
-                reader.verify(Range(file, stored, 0, stored.numel))
-                reader.drain()
+                reader.verify((Range(file, stored, 0, stored.numel), None))
             except CheckpointError as error:
                 yield str(error)
 

@@ -30,6 +30,7 @@ def losses(out: Path) -> list[float]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.full
 def test_it_goes_on_bit_for_bit(text: Path, tmp_path: Path):
     options = ["--ranks", "2", "--steps", "6", "--save-every", "4", "--resume", "auto"]
     whole = train(text, tmp_path / "whole", *options, "--save-async")  # step 4 is written while step 5 goes on

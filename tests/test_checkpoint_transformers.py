@@ -189,6 +189,7 @@ def test_train_a_transformers_class_and_export_it(text: Path, tmp_path: Path):
     assert names == [name for name, _ in transformers.GPT2LMHeadModel(config).named_parameters()]
 
 
+@pytest.mark.full
 def test_train_refuses_what_is_not_its_model(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     base = ["train", *TINY, "--text", str(text), "--out", str(tmp_path / "out"), "--device", "cpu", "--ranks", "1", "--init-from"]
     llama(tied=False).save_pretrained(tmp_path / "llama")

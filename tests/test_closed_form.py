@@ -26,6 +26,7 @@ from shardbook.models.decoder import Decoder
 from shardbook.structure import FlatFacts, GroupFacts, Orders, Structure, UnitFacts
 from tests import ranks
 from tests.pairwise import pairwise
+from tests.sampled import every
 from tests.zoo import ZOO
 
 PERSISTENT = ("PARAM", "MASTER", "MOMENT")
@@ -251,8 +252,7 @@ def test_models_of_every_kind(num_ranks: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [64, 1024])
-@pytest.mark.parametrize("where", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("num_ranks, where", every(2, [64, 1024], [0.0, 0.5, 1.0]))
 def test_any_number_of_ranks_on_fake_tensors(num_ranks: int, where: float) -> None:
     """The first rank, one in the middle and the last, whose shard may be all padding."""
     rank = round(where * (num_ranks - 1))

@@ -29,6 +29,7 @@ def test_the_forecast_is_within_three_percent(setting: Setting) -> None:
     assert fsdp2_tracker.forecast_of(setting) == pytest.approx(found.nbytes, rel=0.03)
 
 
+@pytest.mark.full
 def test_a_failure_in_the_other_process_is_told() -> None:
     with pytest.raises(RuntimeError, match="FSDP2's tracker failed on Setting"):
         fsdp2_tracker.in_its_own_process(dataclasses.replace(SHALLOW, heads=3))

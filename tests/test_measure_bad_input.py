@@ -334,5 +334,6 @@ def test_sigterm_reaches_a_script_that_is_stuck():
     assert alone(is_stuck, False) == (128 + signal.SIGTERM, b"143")
 
 
+@pytest.mark.full
 def test_a_script_that_handles_sigterm_is_left_alone():
     assert alone(is_stuck, True) == (9, b"")

@@ -534,6 +534,7 @@ def test_ddp_under_torchrun(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.full
 def test_fsdp2_under_torchrun(tmp_path):
     wrapped = """
     from torch.distributed.fsdp import fully_shard

@@ -113,6 +113,7 @@ def test_the_command_asks_what_the_library_asks(capsys, llama):
     assert found["peak_allocated"] == told.peak_allocated
 
 
+@pytest.mark.full
 def test_what_to_turn_next_is_the_closed_forms_where_both_see_the_same_bottleneck(capsys):
     found = answered(capsys, "smollm2-135m", "--ranks", "8", "--micro-batch", "1", "--sequence", "256", "--simulate")
     closed = found["closed_form"]
@@ -136,6 +137,7 @@ def test_fsdp2_runs_its_own_code_and_holds_more_where_it_keeps_its_units_gathere
     assert kept["peak_allocated"] > freed["peak_allocated"]
 
 
+@pytest.mark.full
 def test_ddp_runs_its_own_code(capsys, llama):
     found = answered(capsys, llama, *STEP, "--implementation", "shardbook", "--engine", "ddp")
     assert_others_own_code_ran(found, "ddp", "DistributedDataParallel's own code")
@@ -172,6 +174,7 @@ def test_explain_and_a_page_go_with_it(capsys, llama, tmp_path):
 # ---- whose model -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_config_json_is_built_by_transformers_where_it_is_there(capsys, llama):
     found = answered(capsys, llama, *STEP)
     assert found["source"].endswith("; the model: transformers")

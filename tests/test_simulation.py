@@ -4,6 +4,7 @@
 """
 
 import gc
+from functools import cache
 
 import pytest
 import torch
@@ -30,40 +31,50 @@ POINTS = (
 )
 """Peaks lie in backward and in the step. In 16 bits the shapes are those whose matrix products take no scratch at a phase's height."""
 
-RANKS = [(point, rank) for point in POINTS for rank in range(point.ranks)]
-every_rank = pytest.mark.parametrize(("point", "rank"), RANKS, ids=str)
+IN_FULL = POINTS[1::3]
+IN_DEFAULT = tuple(point for point in POINTS if point not in IN_FULL)
+every_point = pytest.mark.parametrize("point", [*IN_DEFAULT, *(pytest.param(point, marks=pytest.mark.full) for point in IN_FULL)], ids=str)
+every_rank = pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        *((point, rank) for point in IN_DEFAULT for rank in range(point.ranks)),
+        *(pytest.param(point, rank, marks=pytest.mark.full) for point in IN_FULL for rank in range(point.ranks)),
+    ],
+    ids=str,
+)
 
 
-@pytest.fixture(scope="module")
-def measured():
+@cache
+def of_ranks(points, num_ranks):
     """Point to what its ranks saw."""
-    found = {}
-    for num_ranks in (1, 2, 3):
-        together = [point for point in POINTS if point.ranks == num_ranks]
-        by_rank = ranks.call(num_ranks, measure_all_from_the_start, together)
-        found |= {point: saw for point, *saw in zip(together, *by_rank, strict=True)}
-    return found
+    together = [point for point in points if point.ranks == num_ranks]
+    by_rank = ranks.call(num_ranks, measure_all_from_the_start, together)
+    return {point: saw for point, *saw in zip(together, *by_rank, strict=True)}
 
 
-@pytest.fixture(scope="module")
-def simulated():
-    """(point, rank) to what was simulated."""
+def measured(point):
+    """What its ranks saw."""
+    return of_ranks(IN_FULL if point in IN_FULL else IN_DEFAULT, point.ranks)[point]
+
+
+@cache
+def simulated(point, rank):
     torch.set_num_threads(1)
-    return {(point, rank): simulate(point, rank) for point, rank in RANKS}
+    return simulate(point, rank)
 
 
 @pytest.mark.ranks
 @every_rank
-def test_the_peak_and_every_account_are_those_of_a_real_run(measured, simulated, point, rank):
-    for pair in pairs_of(point, measured[point][rank], simulated[point, rank]):
+def test_the_peak_and_every_account_are_those_of_a_real_run(point, rank):
+    for pair in pairs_of(point, measured(point)[rank], simulated(point, rank)):
         assert pair.simulated.allocated == pair.measured.allocated, pair.steps
         assert {name: nbytes for name, nbytes in pair.measured.books.items() if nbytes} == pair.simulated.books, pair.steps
 
 
 @pytest.mark.ranks
 @every_rank
-def test_the_peak_is_in_the_same_phase_unit_and_operator(measured, simulated, point, rank):
-    first, later = pairs_of(point, measured[point][rank], simulated[point, rank])
+def test_the_peak_is_in_the_same_phase_unit_and_operator(point, rank):
+    first, later = pairs_of(point, measured(point)[rank], simulated(point, rank))
     assert later.is_same_place
     assert later.is_same_operator
     assert first.is_same_place
@@ -71,8 +82,8 @@ def test_the_peak_is_in_the_same_phase_unit_and_operator(measured, simulated, po
 
 @pytest.mark.ranks
 @every_rank
-def test_so_is_the_highest_instant_of_every_phase(measured, simulated, point, rank):
-    for pair in pairs_of(point, measured[point][rank], simulated[point, rank]):
+def test_so_is_the_highest_instant_of_every_phase(point, rank):
+    for pair in pairs_of(point, measured(point)[rank], simulated(point, rank)):
         assert {one.phase: (one.where, one.accounts) for one in pair.simulated.phases} == {
             one.phase: (one.where, one.accounts) for one in pair.measured.phases
         }
@@ -80,33 +91,34 @@ def test_so_is_the_highest_instant_of_every_phase(measured, simulated, point, ra
 
 @pytest.mark.ranks
 @every_rank
-def test_sent_bytes_are_those_that_the_engine_counted(measured, simulated, point, rank):
-    assert simulated[point, rank].sent == measured[point][rank].later.sent
-    assert bool(simulated[point, rank].sent) == (point.ranks > 1)
+def test_sent_bytes_are_those_that_the_engine_counted(point, rank):
+    assert simulated(point, rank).sent == measured(point)[rank].later.sent
+    assert bool(simulated(point, rank).sent) == (point.ranks > 1)
 
 
 @every_rank
-def test_nothing_is_unaccounted(simulated, point, rank):
-    told = simulated[point, rank]
+def test_nothing_is_unaccounted(point, rank):
+    told = simulated(point, rank)
     assert sum(told.accounts.values()) == told.peak_allocated
     assert sum(told.simulated.first_accounts.values()) == told.simulated.first_peak
     assert "UNACCOUNTED" not in {*told.accounts, *told.simulated.first_accounts}
     assert all("UNACCOUNTED" not in phase.accounts for phase in told.phases)
 
 
-@pytest.mark.parametrize("point", POINTS, ids=str)
-def test_what_persists_is_what_the_closed_form_says_of_the_rank_that_holds_most(simulated, point):
-    assert max(simulated[point, rank].persistent for rank in range(point.ranks)) == forecast(point).persistent
+@every_point
+def test_what_persists_is_what_the_closed_form_says_of_the_rank_that_holds_most(point):
+    assert max(simulated(point, rank).persistent for rank in range(point.ranks)) == forecast(point).persistent
 
 
-def test_the_tests_look_at_ranks_that_differ(simulated):
-    apart = {point for point in POINTS if len({simulated[point, rank].peak_allocated for rank in range(point.ranks)}) > 1}
+@pytest.mark.full
+def test_the_tests_look_at_ranks_that_differ():
+    apart = {point for point in POINTS if len({simulated(point, rank).peak_allocated for rank in range(point.ranks)}) > 1}
     assert {point.stage for point in apart if point.ranks == 3} >= {1, 2, 3}
 
 
-def test_the_first_step_differs_where_state_is_made_in_it(simulated):
+def test_the_first_step_differs_where_state_is_made_in_it():
     """A step whose peak is in the optimizer holds no moments yet when it is the first."""
-    told = simulated[POINTS[0], 0]
+    told = simulated(POINTS[0], 0)
     assert told.simulated.first_accounts.get("MOMENT", 0) < told.accounts["MOMENT"]
     assert told.simulated.first_peak < told.peak_allocated == told.simulated.later_peak
 
@@ -116,8 +128,8 @@ def test_the_first_step_differs_where_state_is_made_in_it(simulated):
 SMALL = Point(shape="small decoder", stage=1, ranks=3, sequence=64, micro_batch=8, precision="bf16", kernel="foreach")  # one of them
 
 
-def test_the_same_question_has_the_same_answer(simulated):
-    again, before = simulate(SMALL), simulated[SMALL, 0]
+def test_the_same_question_has_the_same_answer():
+    again, before = simulate(SMALL), simulated(SMALL, 0)
     assert (again.accounts, again.phases, again.sent) == (before.accounts, before.phases, before.sent)
     assert again.simulated.first_accounts == before.simulated.first_accounts
     assert again.simulated.items == before.simulated.items
@@ -173,7 +185,7 @@ def test_a_real_model_trains_afterwards():
     engine.close()
 
 
-def test_persistent_accounts_are_a_share_of_the_ranks(simulated):
+def test_persistent_accounts_are_a_share_of_the_ranks():
     """A group of a thousand: what is partitioned is a thousandth, to within padding."""
     many = simulate(Point(shape="small gpt", stage=3, ranks=1024, sequence=32))
     alone = simulate(Point(shape="small gpt", stage=3, ranks=1, sequence=32))

@@ -1,5 +1,6 @@
 """What a simulation costs: the same on any number of ranks. ``make evidence-simulation`` has the seconds."""
 
+import pytest
 import torch
 
 import shardbook as sb
@@ -32,6 +33,7 @@ def num_operators(monkeypatch, num_ranks):
     return len(ran)
 
 
+@pytest.mark.full
 def test_the_cost_does_not_grow_with_the_number_of_ranks(monkeypatch):
     """Operators are what costs: 64 ranks and fewer exchange point by point, more of them in one collective."""
     few, *more = [num_operators(monkeypatch, num_ranks) for num_ranks in (2, 8, 64, 1024, 16_384)]

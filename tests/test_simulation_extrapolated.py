@@ -173,6 +173,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("odd", [None, 9])
+@pytest.mark.full
 def test_a_setting_that_one_block_has(odd):
     few, every = (simulate(CASE, blocks, lambda: Stack(odd)) for blocks in ("auto", "all"))
     assert is_extrapolated(few) == (odd is None)

@@ -175,6 +175,7 @@ def test_blocks_that_are_alike_don_t(build):
     assert (few.accounts, few.persistent, few.phases) == (every.accounts, every.persistent, every.phases)
 
 
+@pytest.mark.full
 def test_a_step_that_two_instants_share_is_not_told_from_few_blocks():
     """Of frozen blocks FSDP2's gathers make two peaks of the same height and of other accounts."""
 

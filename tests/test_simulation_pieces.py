@@ -267,6 +267,7 @@ def test_a_guarded_fake_is_no_memory_of_a_real_measurement():
         assert storage_of(parameter) is None
 
 
+@pytest.mark.full
 def test_reserved_is_at_least_the_replay_and_at_most_what_holes_may_take():
     """No GPU has held the replay: what the closed form allows for holes stays the upper end."""
 

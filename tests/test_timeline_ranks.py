@@ -57,6 +57,7 @@ def in_full(*values: Any) -> Any:
 @pytest.mark.parametrize("num_ranks, stage", [in_full(2, 0), in_full(2, 3), in_full(4, 1), (4, 3)])
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("where", ["forward", in_full("backward")])
+@pytest.mark.full
 def test_a_late_rank(num_ranks: int, stage: int, work: float, where: str) -> None:
     culprit = num_ranks - 1
     kinds = {"gather", "reduce", "return", "step"}
@@ -73,6 +74,7 @@ def test_a_late_rank(num_ranks: int, stage: int, work: float, where: str) -> Non
 @pytest.mark.parametrize("num_ranks", [2, in_full(4)])
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("kind, stage, times", [in_full("gather", 3, 2), ("reduce", 3, 1), in_full("refresh", 2, 1)])
+@pytest.mark.full
 def test_late_messages_of_one_rank(num_ranks: int, work: float, kind: str, stage: int, times: int) -> None:
     check(
         lambda: ranks.call(num_ranks, delays.in_messages, stage, work, (1,), kind, UNIT, DELAY, "late")[0],
@@ -82,6 +84,7 @@ def test_late_messages_of_one_rank(num_ranks: int, work: float, kind: str, stage
 
 @pytest.mark.parametrize("num_ranks", [2, in_full(4)])
 @pytest.mark.parametrize("work", WORKS)
+@pytest.mark.full
 def test_slow_messages_of_all_ranks(num_ranks: int, work: float) -> None:
     """Sent while the main thread stands, so that no work hides them."""
     everybody = tuple(range(num_ranks))

@@ -255,6 +255,7 @@ def test_ranks_end_with_the_process_that_started_them(options):
 
 
 @pytest.mark.ranks
+@pytest.mark.full
 def test_ranks_that_somebody_else_started_are_joined(options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -274,6 +275,7 @@ def test_ranks_that_somebody_else_started_are_joined(options):
     assert said[1] == ("", "")
 
 
+@pytest.mark.full
 def test_one_rank_needs_no_other_process(tmp_path, options):
     done = shardbook("train", "--ranks", "1", "--steps", "3", "--check-baseline", "1", *options)
     assert done.returncode == 0, done.stderr

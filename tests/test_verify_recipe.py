@@ -106,6 +106,7 @@ def test_a_run_with_a_fault_is_different(text, tmp_path, fault):
 
 
 @pytest.mark.ranks
+@pytest.mark.full
 def test_a_recipes_file_alone_is_enough(text, tmp_path):
     path = tmp_path / "recipe.toml"
     table = "[model]\nlayers = 1\nwidth = 32\nheads = 2\nkv_heads = 1\nffn = 48\n[batch]\nsequence = 24\nmicro_batch = 2\n"

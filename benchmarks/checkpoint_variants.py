@@ -70,6 +70,21 @@ def check(path: Path, threads: int, piece: int, ahead: int = 0) -> None:
         list(pool.map(partial(one, file.fileno()), range(NUM_BLOCKS)))
 
 
+def check_streams(path: Path, streams: int, piece: int) -> None:
+    """Each reads its part from end to end, through a descriptor of its own."""
+    nbytes = path.stat().st_size
+
+    def one(number: int) -> None:
+        total, room = xxhash.xxh3_64(), memoryview(bytearray(piece))
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            for at in range(nbytes * number // streams, nbytes * (number + 1) // streams, piece):
+                total.update(room[: os.preadv(file.fileno(), [room], at)])
+
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(one, range(streams)))
+
+
 def check_mapped(path: Path) -> None:
     with (
         path.open("rb") as file,
@@ -131,6 +146,7 @@ def main() -> None:
         compare("writing", writing, rounds)
         checking = {"plain": partial(plain_read, path)}
         checking |= {f"{n} threads, {size >> 10} KiB": partial(check, path, n, size) for n in (1, 2, 4) for size in (1 << 19, BLOCK)}
+        checking |= {f"{n} streams, 512 KiB": partial(check_streams, path, n, 1 << 19) for n in (1, 2, 3, 4)}
         checking |= {f"2 threads, WILLNEED {n} ahead": partial(check, path, 2, 1 << 19, n) for n in (4, 16)}
         checking["2 threads, mmap"] = partial(check_mapped, path)
         compare("checking, cold", checking, rounds, partial(drop, path))

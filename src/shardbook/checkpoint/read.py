@@ -4,7 +4,7 @@ import os
 import stat
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,7 +151,7 @@ class Reader:
         """Look whether every block that the ranges touch has the checksum it was written with.
 
         Threads read each a stream of blocks that follow each other, through a descriptor of its own, so that the system reads ahead in
-        each of them: 5% faster than threads that take turns, and than one that leaves the disk alone while it adds up.
+        each of them, and the disk has something to do while one adds up.
 
         Args:
             wanted: ranges in the order of their bytes; with each, where there is any, contiguous memory of the host, of the range's type
@@ -163,7 +163,10 @@ class Reader:
         blocks = [block for one, into in wanted for block in self._blocks(one, into)]
         failed = Event()
         streams = [self._pool.submit(self._check_stream, stream, failed) for stream in _streams(blocks)]
-        wait(streams)
+        try:
+            wait(streams)
+        finally:  # an interrupt ends them too
+            failed.set()
         for stream in streams:
             stream.result()
 
@@ -184,17 +187,21 @@ class Reader:
         """Until one of them is not what was written, in this stream or in another."""
         try:
             for file, those in groupby(blocks, lambda block: block.file):
-                descriptor = self._opened(file)
-                try:
-                    for block in those:
-                        if failed.is_set():
-                            return
-                        self._check_block(descriptor, block)
-                finally:
-                    os.close(descriptor)
+                self._check_blocks(file, those, failed)
         except BaseException:
             failed.set()
             raise
+
+    def _check_blocks(self, file: StoredFile, blocks: Iterable[Block], failed: Event) -> None:
+        """Those of one file."""
+        descriptor = self._opened(file)
+        try:
+            for block in blocks:
+                if failed.is_set():
+                    return
+                self._check_block(descriptor, block)
+        finally:
+            os.close(descriptor)
 
     def drain(self) -> None:
         """Wait for what :meth:`fill` has begun.

@@ -38,10 +38,13 @@ class Case:
     ragged: bool = False
     empty: bool = False
     scheduled: bool = False
+    offload: str = "none"
+    recompute: str = "none"
     steps: int = STEPS
 
     def __str__(self) -> str:
         flags = [name for name in ("clip", "weighted", "ragged", "empty", "scheduled") if getattr(self, name)]
+        flags += [f"{name}-{value}" for name, value in (("offload", self.offload), ("recompute", self.recompute)) if value != "none"]
         return "-".join(
             [
                 self.entry,
@@ -64,7 +67,7 @@ class Case:
     def plain(self) -> "Case":
         """The case that stands for all those which the same plain loop answers."""
         stage = (3 if self.reduce_each else 0) if self.accumulate > 1 else 0
-        return Case(**{**vars(self), "stage": stage, "ahead": 0})
+        return Case(**{**vars(self), "stage": stage, "ahead": 0, "offload": "none", "recompute": "none"})
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,19 @@ PRECISIONS: dict[str, Types] = {
     "2+2+4+8": Types(param="bf16", grad="bf16"),
 }
 LOSS_SCALE = 2.0**7
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "optimizer": {"optimizer": "host"},
+    "params": {"params": "host"},
+    "both": {"optimizer": "host", "params": "host"},
+}
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"policy": "full"},
+    "second": {"policy": "full", "every": 2},
+    "selective": {"policy": "selective"},
+    "inputs": {"policy": "full", "offload": True},
+}
 
 
 def two_groups(make: Callable[..., torch.optim.Optimizer], named: NamedParameters, **options: Any) -> torch.optim.Optimizer:
@@ -202,6 +218,8 @@ def engine_config(case: Case) -> Any:
         prefetch=sb.Prefetch(ahead=case.ahead),
         accumulate=case.accumulate,
         clip_grad_norm=CLIP if case.clip else None,
+        offload=sb.Offload(**OFFLOADS[case.offload]),
+        recompute=sb.Recompute(**RECOMPUTES[case.recompute]),
         loss_scale=LOSS_SCALE if case.precision == "fp16" else None,
         units=ZOO[case.entry].units,
     )

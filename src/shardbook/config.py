@@ -244,7 +244,7 @@ class ZeroConfig:
         precision: types, hence bytes per parameter.
         prefetch: how far gathers run ahead.
         recompute: activations computed again in backward (forecasts know it; this version's engine refuses it).
-        offload: what lives outside the device (forecasts know it; this version's engine refuses it).
+        offload: what lives outside the device.
         accumulate: micro-batches in one step.
         clip_grad_norm: largest norm of the objective's gradient; ``None``: no clipping.
         reduction: ``"ordered"`` adds the ranks' gradients in rank order, ``"native"`` leaves the order to the backend,
@@ -299,22 +299,26 @@ class ZeroConfig:
         if self.loss_scale is not None and self.precision.param != "fp16":
             allowed = f'None with param="{self.precision.param}": only fp16 gradients need a scale, so it would have no effect'
             check.add("loss_scale", self.loss_scale, allowed, "drop it")
+        if self.stage == 0 and self.offload.optimizer != "none":
+            allowed = '"none" at stage 0, where every rank steps on all parameters: each would keep a copy of all on one host'
+            check.add("offload.optimizer", self.offload.optimizer, allowed, "use stage 1, 2 or 3")
+        if self.stage < 3 and self.offload.params != "none":
+            allowed = f'"none" at stage {self.stage}: only stage 3 releases parameters'
+            check.add("offload.params", self.offload.params, allowed, "use stage 3, or drop it")
 
     def check_supported(self) -> None:
         """Whether this version's engine can do what is asked; a forecast can be asked for more.
 
         Raises:
-            ConfigError: recomputation or offload, which the engine does not have yet.
+            ConfigError: recomputation, or offload to a disk, which the engine does not have yet.
         """
         check = Check(self)
         if self.recompute.policy != "none":
             allowed = '"none": this version\'s engine has no recomputation yet'
             check.add("recompute.policy", self.recompute.policy, allowed, "wrap blocks in torch.utils.checkpoint")
-        for name in ("optimizer", "params"):
-            place = getattr(self.offload, name)
-            if place != "none":
-                allowed = '"none": this version\'s engine has no offload yet'
-                check.add(f"offload.{name}", place, allowed, "drop it; at stage 3 more ranks hold less each")
+        if self.offload.optimizer == "disk":
+            allowed = '"none" or "host": this version\'s engine has no offload to a disk yet'
+            check.add("offload.optimizer", "disk", allowed, 'use "host"; at stage 3 more ranks hold less each')
         check.done()
 
     @property

@@ -1,7 +1,8 @@
 """What the engine tells its observers: plain records, made only while somebody listens.
 
 An observer is any callable that takes one event. A :class:`Booking` moves bytes in or out of an account, a :class:`Traffic`
-is one collective's bytes as this rank sends them, a :class:`Mark` opens or closes a phase of one unit.
+is one collective's bytes as this rank sends them, a :class:`Transfer` bytes between two tiers of this rank, a :class:`Mark` opens or
+closes a phase of one unit.
 """
 
 from collections.abc import Callable
@@ -39,6 +40,19 @@ class Traffic:
     phase: str
 
 
+LinkName = Literal["host to device", "device to host", "disk to host", "host to disk"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """``nbytes`` move from one tier of this rank to another."""
+
+    link: LinkName
+    unit: str
+    nbytes: int
+    phase: str
+
+
 MarkName = Literal[
     "forward", "backward", "backward pass", "step", "abandoned", "held", "exchange",
     "gather", "gather.wait", "serve", "serve.wait", "reduce", "reduce.wait", "refresh", "refresh.wait", "return", "return.wait",
@@ -67,5 +81,5 @@ class Mark:
     seconds: float
 
 
-Event = Booking | Traffic | Mark
+Event = Booking | Traffic | Transfer | Mark
 Observer = Callable[[Event], None]

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+from shardbook.accounts import Tier
 from shardbook.config import ZeroConfig
 from shardbook.engine.announce import Announcer
 from shardbook.engine.comm import Transport
+from shardbook.engine.homes import Homes
 from shardbook.engine.journal import Journal
+from shardbook.engine.link import Link
 from shardbook.engine.residency import Residency
 from shardbook.engine.storage import Storage
 from shardbook.engine.watch import Watch
@@ -17,8 +20,10 @@ class Context:
 
     config: ZeroConfig
     residency: Residency
+    homes: Homes
     transport: Transport
     storage: Storage
+    link: Link
     journal: Journal
     watch: Watch
     announcer: Announcer
@@ -28,6 +33,13 @@ class Context:
         """The number of the next flat buffer: the same on all ranks, as all make them in the same order."""
         self.num_channels += 1
         return self.num_channels - 1
+
+    @property
+    def moments_tier(self) -> Tier:
+        """Where the optimizer keeps its state between steps: pageable memory will do, as it crosses no link."""
+        if self.homes.optimizer_on_disk:
+            return Tier.DISK
+        return Tier.HOST if self.homes.optimizer_away else Tier.DEVICE
 
     @property
     def adds_locally(self) -> bool:

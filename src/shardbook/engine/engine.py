@@ -22,7 +22,9 @@ from shardbook.engine.announce import Announcer
 from shardbook.engine.build import build_units, check_model, choose_device, move_buffers, thaw
 from shardbook.engine.comm import Transport, connect
 from shardbook.engine.context import Context
+from shardbook.engine.homes import homes_of
 from shardbook.engine.journal import Journal
+from shardbook.engine.link import Link
 from shardbook.engine.optimizer import PieceOptimizer, check_elementwise, check_groups
 from shardbook.engine.passes import Passes
 from shardbook.engine.policy import Policy
@@ -85,7 +87,9 @@ class Engine:
         self._passes = Passes(context, self._units, self._thaw, trains=optimizer is not None)
         self._pieces = self._stepper = None
         if optimizer is not None:
-            self._pieces = PieceOptimizer(optimizer, [flat for unit in self._units for flat in unit.flats], self._journal)
+            self._pieces = PieceOptimizer(
+                optimizer, [flat for unit in self._units for flat in unit.flats], self._journal, context.moments_tier
+            )
             self._stepper = Stepper(context, tuple(named), self._units, self._pieces, self._passes)
         self._handles = hooks.install(self._units, self._passes)
         self._journal.phase = self._watch.activity = "idle"
@@ -336,4 +340,6 @@ def _connect(group: Any, config: ZeroConfig, device: torch.device) -> Context:
     transport = connect(group, watch, journal, config.reduction, device)
     watch.start(transport.free)
     announcer = Announcer(store, prefix, watch)
-    return Context(config, residency_of(config.stage), transport, Storage(device, journal), journal, watch, announcer)
+    storage = Storage(device, journal)
+    link = Link(storage, journal)
+    return Context(config, residency_of(config.stage), homes_of(config.offload), transport, storage, link, journal, watch, announcer)

@@ -1,9 +1,10 @@
 """One flat buffer of a unit: its memory in each state, and the copies between them.
 
-Five kinds of tensor, all flat. ``full`` holds every parameter of the buffer (the model's parameters are views of it); ``shard`` is
+Six kinds of tensor, all flat. ``full`` holds every parameter of the buffer (the model's parameters are views of it); ``shard`` is
 this rank's 1/N in the same type, where it is kept; ``master`` is what the optimizer updates, when that is another type;
 ``unreduced`` collects the gradients of one micro-batch (or of several, added locally); ``grad`` holds the reduced gradient until
-the step. This file knows sizes and copies; when they happen is `unit`'s, and what the ranks send is `comm`'s.
+the step; ``leaving``, where that is on the host, what is on its way there. This file knows sizes and copies; when they happen is
+`unit`'s, and what the ranks send is `comm`'s.
 """
 
 from collections.abc import Sequence
@@ -50,15 +51,20 @@ class Flat:
         self, context: Context, unit: str, number: int, members: Sequence[Member], layout: FlatLayout, types: Types, *, trainable: bool
     ) -> None:
         self.unit, self.members, self.types, self.trainable = unit, tuple(members), types, trainable
-        self._residency, self._transport, self._storage = context.residency, context.transport, context.storage
+        self._residency, self._homes, self._link = context.residency, context.homes, context.link
+        self._transport, self._storage = context.transport, context.storage
         self.layout = layout
         self.channel = Channel(number, unit if trainable else f"{unit} (frozen)")
         self._first, self._end = self.layout.bounds(self._transport.rank)
-        stays = self._residency.full_parameters
-        has_shard = not stays and (types.master is None or context.config.precision.keep_param_shard)
+        stays, homes = self._residency.full_parameters, self._homes
+        self._is_away = homes.optimizer_away and trainable  # master, moments and reduced gradient
+        has_master = homes.makes_master(has_master=types.master is not None, trainable=trainable)
+        has_shard = not stays and homes.makes_shard(makes_master=has_master, keeps_both=context.config.precision.keep_param_shard)
         self.full = self._buffer(Account.PARAM if stays else Account.GATHERED, types.param)
-        self.shard = self._buffer(Account.PARAM, types.param, sharded=True) if has_shard else None
-        self.master = self._buffer(Account.MASTER, types.master, sharded=not self._residency.full_optimizer) if types.master else None
+        self.shard = self._buffer(Account.PARAM, types.param, sharded=True, away=homes.params_away) if has_shard else None
+        self.master = self._make_master(types.master or types.param) if has_master else None
+        # a shard that is its own master and rests on the host is stepped on in memory of the device
+        self._lifted = self._make_lifted() if trainable and homes.params_away and self.master is None and not stays else None
         self.pieces: tuple[Piece, ...] = self._make_pieces() if trainable else ()
         self.has_gradient = [False] * len(members)  # in this step
         self._versions: list[int] = []
@@ -96,6 +102,9 @@ class Flat:
         full, resting = self.full.take(), self._resting
         assert resting is not None, "parameters that stay full are never gathered"
         own = self.own(self.full)
+        if resting.is_away:
+            self._link.up(own, resting.tensor, self.unit)
+            return self._transport.gather(full, own, self.channel, "gather")
         if resting.tensor.dtype == own.dtype and self._transport.sends_from_anywhere:
             pending = self._transport.gather(full, resting.tensor, self.channel, "gather")  # under way before the copy
             own.copy_(resting.tensor)
@@ -108,9 +117,13 @@ class Flat:
         resting, cast = self._resting, None
         assert resting is not None, "parameters that stay full are never gathered"
         source = resting.tensor
-        if source.dtype != self.types.param or not self._transport.sends_from_anywhere:  # a header is written into what is sent
+        if resting.is_away or source.dtype != self.types.param or not self._transport.sends_from_anywhere:  # a header is written there
             cast = self._buffer(Account.COMM, self.types.param, sharded=True)
-            source = cast.tensor.copy_(source)
+            if resting.is_away:
+                self._link.up(cast.tensor, source, self.unit)
+            else:
+                cast.tensor.copy_(source)
+            source = cast.tensor
         full = sink[: self.full.nbytes].view(self.types.param)
         return self._transport.gather(full, source, self.channel, "gather"), cast
 
@@ -123,14 +136,24 @@ class Flat:
         if self.master is None:
             return
         if self._residency.full_parameters:
-            target = self.full.tensor if self._residency.full_optimizer else self.own(self.full)
-            target.copy_(self.master.tensor)
+            self._copy(
+                self.full.tensor if self._residency.full_optimizer else self.own(self.full), self.full, self.master.tensor, self.master
+            )
         elif self.shard is not None:
-            self.shard.tensor.copy_(self.master.tensor)
+            self._copy(self.shard.tensor, self.shard, self.master.tensor, self.master)
+
+    def _copy(self, target: Tensor, there: Buffer, source: Tensor, here: Buffer) -> None:
+        """Between two buffers, over the link where they lie in different tiers."""
+        if there.is_away == here.is_away:
+            target.copy_(source)
+        elif there.is_away:
+            self._link.down(target, source if source.dtype == target.dtype else source.to(target.dtype), self.unit)
+        else:
+            self._link.up(target, source, self.unit)
 
     def note_versions(self) -> None:
         """The values are as the engine left them."""
-        if self._residency.full_parameters and self.master is not None:
+        if self._residency.full_parameters and (self.master is not None or self._is_away):
             self._versions = [member.parameter._version for member in self.members]
 
     def check_untouched(self) -> None:
@@ -194,6 +217,9 @@ class Flat:
     def add_up(self) -> None:
         """The ranks' parts have arrived: add them in rank order into ``grad`` and free what they lay in."""
         parts = self._transport.parts(self.unreduced.tensor, self._receive.tensor)
+        if self._is_away:
+            self._leave_device(parts)
+            return
         again = self.grad.present and not self._shares
         if self._shares:
             self.grad.rebook(Account.GRAD)
@@ -205,6 +231,19 @@ class Flat:
         self._receive.give_back()
         if not self._shares:
             self.unreduced.give_back()
+
+    def _leave_device(self, parts: Sequence[Tensor]) -> None:
+        """Add the parts to what the host has of this step's gradient: on the device, in the order in which they would be added there."""
+        again, leaving = self.grad.present and self._has_left, self._leaving.take()
+        self.grad.take()
+        if again:
+            self._link.up(leaving, self.grad.tensor, self.unit)
+        self._add(leaving, parts, again=again)
+        self._receive.give_back()
+        self.unreduced.give_back()
+        self._link.down(self.grad.tensor, leaving, self.unit)
+        self._leaving.give_back()
+        self._has_left = True
 
     def _add(self, out: Tensor, parts: Sequence[Tensor], *, again: bool) -> None:
         """Add the parts into ``out``: directly where neither its type, its memory nor what it holds stands in the way."""
@@ -223,7 +262,7 @@ class Flat:
         if target == source.dtype:
             source.mul_(scale)
         else:
-            cast = self._storage.buffer(Account.WORKSPACE, self.unit, source.numel(), target)
+            cast = self._stepping_buffer(source.numel(), target)
             if target.itemsize > source.dtype.itemsize:  # one rounding either way: in the wider type, then to the narrower
                 cast.tensor.copy_(source).mul_(scale)
             else:
@@ -233,6 +272,24 @@ class Flat:
             if has_gradient[piece.span.slot]:
                 piece.parameter.grad = source[piece.span.offset : piece.span.offset + piece.span.numel]
         return cast
+
+    def enter_step(self) -> None:
+        """The optimizer is about to step on these pieces: what the device steps on and the host holds comes to the device."""
+        if self._lifted is not None and self.shard is not None:
+            self._link.up(self._lifted.take(), self.shard.tensor, self.unit)
+            self._put_pieces(self._lifted)
+
+    def leave_step(self) -> None:
+        """The optimizer has stepped."""
+        if self._lifted is not None and self.shard is not None:
+            self._link.down(self.shard.tensor, self._lifted.tensor, self.unit)
+            self._put_pieces(self.shard)
+            self._lifted.give_back()
+
+    def _put_pieces(self, buffer: Buffer) -> None:
+        """Let the pieces have their values in this buffer of a shard."""
+        for piece in self.pieces:
+            piece.parameter.data = buffer.tensor[piece.span.offset : piece.span.offset + piece.span.numel]
 
     def gradient_of(self, piece: Piece) -> Tensor:
         """The reduced gradient of one piece."""
@@ -246,7 +303,7 @@ class Flat:
 
     def give_back(self) -> None:
         """Free all memory: other buffers hold these parameters from now on."""
-        for buffer in (self.full, self.shard, self.master):
+        for buffer in (self.full, self.shard, self.master, self._lifted):
             if buffer is not None:
                 buffer.give_back()
 
@@ -264,6 +321,7 @@ class Flat:
         if self.trainable:
             self.grad.give_back()
             self.unreduced.give_back()
+            self._has_left = False
             if self._shares:
                 self.grad.rebook(Account.GRAD_FULL)
         self.has_gradient = [False] * len(self.members)
@@ -271,7 +329,7 @@ class Flat:
     @property
     def _own_gradient(self) -> Tensor:
         """The reduced gradient of this rank's shard."""
-        return self.own(self.grad) if self._residency.full_gradients else self.grad.tensor
+        return self.own(self.grad) if self._residency.full_gradients and not self._is_away else self.grad.tensor
 
     @property
     def _stepped_gradients(self) -> Tensor:
@@ -280,10 +338,23 @@ class Flat:
 
     # ---- construction -------------------------------------------------------------------------------------------------
 
-    def _buffer(self, account: Account, dtype: torch.dtype, *, sharded: bool = False, present: bool = True) -> Buffer:
+    def _buffer(
+        self, account: Account, dtype: torch.dtype, *, sharded: bool = False, present: bool = True, away: bool = False
+    ) -> Buffer:  # fmt: skip
         numel = self.layout.shard_numel if sharded else self.layout.numel
         used = sum(span.numel for span in self.layout.spans(self._transport.rank)) if sharded else self.layout.numel - self.layout.padding
-        return self._storage.buffer(account, self.unit, numel, dtype, padding=numel - used, present=present)
+        make = self._storage.away_buffer if away else self._storage.buffer
+        return make(account, self.unit, numel, dtype, padding=numel - used, present=present)
+
+    def _make_master(self, dtype: torch.dtype) -> Buffer:
+        return self._buffer(Account.MASTER, dtype, sharded=not self._residency.full_optimizer, away=self._is_away)
+
+    def _make_lifted(self) -> Buffer:
+        return self._buffer(Account.WORKSPACE, self.types.param, sharded=True, present=False)
+
+    def _stepping_buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """Memory for the step, where the optimizer steps."""
+        return (self._storage.away_buffer if self._is_away else self._storage.buffer)(Account.WORKSPACE, self.unit, numel, dtype)
 
     def _make_pieces(self) -> tuple[Piece, ...]:
         """Views of what the optimizer updates, each a parameter of its own."""
@@ -296,6 +367,10 @@ class Flat:
         return tuple(
             Piece(self.members[span.slot], span, nn.Parameter(target.view(shift + span.offset, (span.numel,), (1,)))) for span in spans
         )
+
+    def _make_grad(self, dtype: torch.dtype) -> Buffer:
+        sharded = self._is_away or not self._residency.full_gradients
+        return self._buffer(Account.GRAD, dtype, sharded=sharded, present=False, away=self._is_away)
 
     def _prepare_gradients(self, adds_locally: bool) -> None:
         """Make the buffers of gradients, without memory.
@@ -313,7 +388,9 @@ class Flat:
         ]
         self.unreduced.give_back()
         # where the reduced gradient is kept in full and in the same type, it takes the place of the unreduced one
-        self._shares = full_gradients and types.grad == wire
-        self.grad = self.unreduced if self._shares else self._buffer(Account.GRAD, types.grad, sharded=not full_gradients, present=False)
+        self._shares = full_gradients and types.grad == wire and not self._is_away
+        self.grad = self.unreduced if self._shares else self._make_grad(types.grad)
+        self._leaving = self._buffer(Account.GRAD, types.grad, sharded=True, present=False)
+        self._has_left = False  # in this step
         receive_numel = self._transport.receive_numel(self.layout.shard_numel)
         self._receive = self._storage.buffer(Account.COMM, self.unit, receive_numel, wire, present=False)

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Literal, cast
 
 from shardbook.accounts import Account, Tier
-from shardbook.events import Booking, Event, Mark, Observer, Traffic
+from shardbook.events import Booking, Event, LinkName, Mark, Observer, Traffic, Transfer
 
 Kind = Literal["gather", "reduce", "refresh", "return", "step", "init"]
 
@@ -43,6 +43,11 @@ class Journal:
         """Tell of one collective's bytes sent by this rank."""
         if self._observers:
             self._emit(Traffic(kind=kind, unit=unit, sequence=sequence, sent_nbytes=sent_nbytes, phase=self.phase))
+
+    def transfer(self, link: LinkName, unit: str, nbytes: int) -> None:
+        """Tell of bytes that move between tiers."""
+        if self._observers and nbytes:
+            self._emit(Transfer(link=link, unit=unit, nbytes=nbytes, phase=self.phase))
 
     def mark(self, name: str, unit: str, edge: Literal["begin", "end"]) -> None:
         """Open or close a phase of one unit."""

@@ -5,7 +5,7 @@ small tensors, whole against cut in two.
 """
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from shardbook.errors import ConfigError, UsageError
 class PieceOptimizer:
     """The user's optimizer, stepping on this rank's pieces when the engine says so."""
 
-    def __init__(self, optimizer: Optimizer, flats: Sequence[Flat], journal: Journal) -> None:
-        self._optimizer, self._journal = optimizer, journal
+    def __init__(self, optimizer: Optimizer, flats: Sequence[Flat], journal: Journal, tier: Tier = Tier.DEVICE) -> None:
+        self._optimizer, self._journal, self._tier = optimizer, journal, tier
         self._stepping = False
+        self._parts: Iterator[Sequence[Piece]] | None = None  # of the step that is being made, where it is made in parts
+        self._set_aside: list[tuple[nn.Parameter, Tensor]] = []  # gradients, while the parts are made
         self._booked: list[tuple[str, int, int]] = []  # unit, address, nbytes of each tensor of the state
         self._num_states = -1
         self._units: dict[int, str] = {}
@@ -35,7 +37,8 @@ class PieceOptimizer:
         for group in optimizer.param_groups:
             group["params"] = []
         self.add(flats, old_state)
-        self._handle = optimizer.register_step_pre_hook(self._refuse_direct_step)
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        self._after = optimizer.register_step_post_hook(self._after_step)
         self._book()
 
     def add(self, flats: Sequence[Flat], state: Mapping[Any, Any]) -> None:
@@ -71,7 +74,7 @@ class PieceOptimizer:
     def reserve(self, piece: Piece, value: Tensor) -> None:
         """Book memory that is to be a state of the piece: :meth:`take_state` gets it, or it is freed before :meth:`settle`."""
         entry = (self._units.get(id(piece.parameter), "root"), address_of(value), value.numel() * value.element_size())
-        self._journal.book(Account.MOMENT, Tier.DEVICE, entry[0], entry[2], address=entry[1])
+        self._journal.book(Account.MOMENT, self._tier, entry[0], entry[2], address=entry[1])
         self._booked.append(entry)
 
     def settle(self) -> None:
@@ -88,14 +91,54 @@ class PieceOptimizer:
             self._stepping = False
         self._book()
 
+    def step_in_parts(self, parts: Iterable[Sequence[Piece]]) -> None:
+        """One step, pieces after pieces, each made when ``parts`` gives it: it prepares a part before, and takes it away after.
+
+        To who watches the optimizer it is one step: hooks of its own and wrappers of schedulers run once, around all parts.
+        """
+        optimizer: Any = self._optimizer
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
+        self._parts = iter(parts)
+        try:
+            self.step()
+        finally:
+            self._parts, self._set_aside = None, []
+
     @property
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group.get("lr", 0.0)) for group in self._optimizer.param_groups)
 
     def close(self) -> None:
-        self._handle.remove()
+        self._before.remove()
+        self._after.remove()
 
-    def _refuse_direct_step(self, *_: Any) -> None:
+    def _before_step(self, *_: Any) -> None:
+        self._refuse_direct_step()
+        if self._parts is not None:  # the optimizer finds no gradient, and does nothing; the parts follow it
+            pieces = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            self._set_aside = [(parameter, parameter.grad) for parameter in pieces if parameter.grad is not None]
+            for piece, _ in self._set_aside:
+                piece.grad = None
+
+    def _after_step(self, *_: Any) -> None:
+        if self._parts is None:
+            return
+        for piece, gradient in self._set_aside:
+            piece.grad = gradient
+        groups = self._optimizer.param_groups
+        whole: list[list[nn.Parameter]] = [group["params"] for group in groups]
+        try:
+            for part in self._parts:
+                chosen = {id(piece.parameter) for piece in part}
+                for group, parameters in zip(groups, whole, strict=True):
+                    group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
+                _unwatched_step(self._optimizer)
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    def _refuse_direct_step(self) -> None:
         if not self._stepping:
             raise UsageError(
                 "this optimizer belongs to an engine: call engine.step() instead of optimizer.step(); "
@@ -116,14 +159,20 @@ class PieceOptimizer:
         ]
         known = Counter(self._booked)
         for unit, address, nbytes in (known - Counter(found)).elements():
-            self._journal.book(Account.MOMENT, Tier.DEVICE, unit, -nbytes, address=address)
+            self._journal.book(Account.MOMENT, self._tier, unit, -nbytes, address=address)
         for entry in found:
             if known[entry]:
                 known[entry] -= 1
             else:
                 unit, address, nbytes = entry
-                self._journal.book(Account.MOMENT, Tier.DEVICE, unit, nbytes, address=address)
+                self._journal.book(Account.MOMENT, self._tier, unit, nbytes, address=address)
         self._booked = found
+
+
+def _unwatched_step(optimizer: Optimizer) -> None:
+    """The optimizer's own code, without the hooks that torch wraps around it."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def check_groups(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:

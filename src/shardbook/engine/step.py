@@ -1,7 +1,7 @@
 """The step: one exchange between the ranks, one scale, one call of the optimizer, and new values where parameters rest."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from shardbook.engine import numerics
 from shardbook.engine.comm import Collectives
 from shardbook.engine.context import Context
 from shardbook.engine.exchange import Totals, add_up, assumed, pack, to_fp32
-from shardbook.engine.flat import Flat
+from shardbook.engine.flat import Flat, Piece
+from shardbook.engine.link import Link
 from shardbook.engine.optimizer import PieceOptimizer
 from shardbook.engine.passes import Passes
 from shardbook.engine.report import StepReport
@@ -29,7 +30,8 @@ class Stepper:
     """Makes the step out of what the passes have left: reduced gradients, a tally, and orders to agree on."""
 
     def __init__(self, context: Context, names: Sequence[str], units: Sequence[Unit], pieces: PieceOptimizer, passes: Passes) -> None:
-        self._config, self._residency = context.config, context.residency
+        self._config, self._residency, self._homes = context.config, context.residency, context.homes
+        self._link: Link = context.link
         self._transport, self._storage, self._journal = context.transport, context.storage, context.journal
         self._names, self._units, self._pieces, self._passes = tuple(names), tuple(units), pieces, passes
         scale: Any = context.config.effective_loss_scale
@@ -113,7 +115,9 @@ class Stepper:
 
     def _sum_squares(self) -> tuple[list[int], Tensor]:
         """Numbers of the parameters that lie in this rank's shards, and the sums of their squared gradients there, in float64."""
-        scratch = self._storage.buffer(Account.WORKSPACE, "root", numerics.BLOCK_NUMEL, torch.float64)
+        self._link.settle()
+        make = self._storage.away_buffer if self._homes.optimizer_away else self._storage.buffer
+        scratch = make(Account.WORKSPACE, "root", numerics.BLOCK_NUMEL, torch.float64)
         numbers: list[int] = []
         sums: list[Tensor] = []
         for flat in self._flats:
@@ -121,10 +125,14 @@ class Stepper:
                 numbers.append(member.number)
                 sums.append(numerics.sum_of_squares(gradient, span.start, scratch.tensor))
         scratch.give_back()
-        return numbers, torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=self._storage.device)
+        squares = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=self._storage.device)
+        return numbers, squares.to(self._storage.device)
 
     def _step_pieces(self, scale: float, has_gradient: Sequence[bool]) -> None:
         """Scale the gradients, step on the pieces, and bring the new values to wherever parameters rest."""
+        if self._homes.optimizer_away or self._homes.params_away:
+            self._pieces.step_in_parts(self._parts(scale, has_gradient))
+            return
         temporary = [
             flat.scaled_gradients(scale, [has_gradient[member.number] for member in flat.members])
             for flat in self._flats
@@ -135,12 +143,31 @@ class Stepper:
             if buffer is not None:
                 buffer.give_back()
         for unit in self._units:
-            unit.forget_gradients()
-            if unit.is_trainable:
-                unit.publish()
-                unit.changed()
-                if self._residency.refreshes:
-                    unit.refresh()
+            self._settle(unit)
+
+    def _parts(self, scale: float, has_gradient: Sequence[bool]) -> Iterator[Sequence[Piece]]:
+        """The step, a flat buffer at a time.
+
+        What is kept elsewhere comes and goes, and a unit's new values leave before the next unit is stepped on.
+        """
+        for unit in self._units:
+            for flat in unit.stepped:
+                flat.enter_step()
+                cast = flat.scaled_gradients(scale, [has_gradient[member.number] for member in flat.members])
+                yield flat.pieces
+                if cast is not None:
+                    cast.give_back()
+                flat.leave_step()
+            self._settle(unit)
+
+    def _settle(self, unit: Unit) -> None:
+        """The optimizer is done with the unit: its gradients go, and its new values are sent to wherever they are needed."""
+        unit.forget_gradients()
+        if unit.is_trainable:
+            unit.publish()
+            unit.changed()
+            if self._residency.refreshes:
+                unit.refresh()
 
 
 @dataclass(slots=True)

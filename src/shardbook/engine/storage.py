@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardbook.accounts import Account, Tier
 from shardbook.engine.journal import Journal
+from shardbook.engine.pinned import pin
 
 
 class Buffer:
@@ -33,12 +34,19 @@ class Buffer:
         self._aliases: list[tuple[Tensor, int]] = []
         with torch.inference_mode(False), torch.no_grad():
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        if tier is Tier.PINNED:
+            pin(self.tensor)
         self._book_in()
 
     @property
     def nbytes(self) -> int:
         """Bytes while present."""
         return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it lies in another tier than the device."""
+        return self._tier is not Tier.DEVICE
 
     def take(self) -> Tensor:
         """Make the memory available, its content undefined; nothing happens if it is there already."""
@@ -49,8 +57,8 @@ class Buffer:
         return self.tensor
 
     def give_back(self) -> None:
-        """Free the memory, whoever still holds a view of it."""
-        if self.present:
+        """Free the memory, whoever still holds a view of it. Pinned memory stays: to pin it again would take longer than a step."""
+        if self.present and self._tier is not Tier.PINNED:
             if not self.tensor.untyped_storage().resizable():
                 self.leave()  # numpy has been given it
             self.tensor.untyped_storage().resize_(0)
@@ -118,6 +126,19 @@ class Storage:
     def buffer(self, account: Account, unit: str, numel: int, dtype: torch.dtype, *, padding: int = 0, present: bool = True) -> Buffer:
         """A buffer of ``numel`` elements; ``present=False`` makes the object without its memory."""
         made = Buffer(self._journal, account, unit, numel, dtype, self.device, padding)
+        if not present:
+            made.give_back()
+        return made
+
+    @property
+    def away_tier(self) -> Tier:
+        """Where memory beside the device's lies: pinned where a device copies from it by itself."""
+        return Tier.PINNED if self.device.type == "cuda" else Tier.HOST
+
+    def away_buffer(self, account: Account, unit: str, numel: int, dtype: torch.dtype, *, padding: int = 0, present: bool = True) -> Buffer:
+        """A buffer on the host for what is offloaded: another tier, also where the device is the host."""
+        device = torch.device("cpu") if self.device.type == "cuda" else self.device
+        made = Buffer(self._journal, account, unit, numel, dtype, device, padding, self.away_tier)
         if not present:
             made.give_back()
         return made

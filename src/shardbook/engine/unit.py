@@ -189,6 +189,11 @@ class Unit:
             for flat in self.flats:
                 flat.check_untouched()
 
+    @property
+    def stepped(self) -> tuple[Flat, ...]:
+        """What the optimizer steps on."""
+        return tuple(flat for flat in self._trainable if flat.layout.numel)
+
     def publish(self) -> None:
         """The optimizer has stepped: its new values go to wherever the parameters rest."""
         for flat in self._trainable:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
-from shardbook.events import Booking, Event, Mark, Traffic
+from shardbook.events import Booking, Event, Mark, Traffic, Transfer
 from shardbook.ledger.reading import Reader
 
 MAX_EVENTS = 200_000
@@ -188,7 +188,7 @@ class Timeline:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        if isinstance(event, Booking):
+        if isinstance(event, (Booking, Transfer)):
             return
         if len(self._open) >= MAX_EVENTS:
             self._open.clear()

@@ -118,7 +118,7 @@ class PieceOptimizer:
         if self._parts is not None:  # the optimizer finds no gradient, and does nothing; the parts follow it
             pieces = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             self._set_aside = [(parameter, parameter.grad) for parameter in pieces if parameter.grad is not None]
-            for piece, _ in self._set_aside:
+            for piece, _gradient in self._set_aside:
                 piece.grad = None
 
     def _after_step(self, *_: Any) -> None:

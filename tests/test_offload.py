@@ -4,6 +4,7 @@ The default suite runs a selection in which every pair of values of two fields m
 """
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +179,35 @@ def test_hooks_and_schedulers_see_one_step() -> None:
 def test_what_a_stage_does_not_have_is_refused_when_built(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         sb.ZeroConfig(**wrong)
+
+
+def saved(stage: int, offload: sb.Offload, seed: int) -> sb.Engine:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 7))
+    config = sb.ZeroConfig(stage=stage, precision=sb.Precision.preset("bf16"), offload=offload)
+    return sb.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01), config)
+
+
+def steps(engine: sb.Engine, first: int, stop: int) -> list[tuple[float | None, float]]:
+    found: list[tuple[float | None, float]] = []
+    for step in range(first, stop):
+        torch.manual_seed(step)
+        engine.backward(engine(torch.randn(5, 40)).float().square().sum(), weight=5)
+        report = engine.step()
+        found.append((report.loss, report.grad_norm))
+    return found
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(("there", "here"), [("none", "host"), ("host", "none"), ("host", "host")])
+def test_a_checkpoint_does_not_know_where_states_lived(tmp_path: Path, there: Any, here: Any, warm: bool) -> None:
+    first = saved(3, sb.Offload(optimizer=there), seed=0)
+    steps(first, 0, 2)
+    first.save(tmp_path / "checkpoint")
+    expected = steps(first, 2, 4)
+    second = saved(2, sb.Offload(optimizer=here), seed=1)
+    steps(second, 7, 8 if warm else 7)
+    second.load(tmp_path / "checkpoint")
+    assert steps(second, 2, 4) == expected
+    first.close()
+    second.close()

@@ -372,8 +372,9 @@ class ZeroConfig:
 
         Honoured: ``zero_optimization.stage``, ``bf16``, ``fp16`` with ``loss_scale`` (0 is dynamic),
         ``gradient_accumulation_steps``, ``gradient_clipping`` (off where it is absent or 0, as in DeepSpeed's own defaults),
-        ``communication_data_type`` and ``data_types.grad_accum_dtype``. Keys that only tune DeepSpeed's own buffers or its
-        logging are named in one ``UserWarning``, as they have no effect here. Everything else is refused by name.
+        ``communication_data_type``, ``data_types.grad_accum_dtype``, ``offload_optimizer`` and ``offload_param``. Keys that only
+        tune DeepSpeed's own buffers or its logging are named in one ``UserWarning``, as they have no effect here. Everything else is
+        refused by name.
 
         Args:
             source: path of the JSON, or the mapping in it.

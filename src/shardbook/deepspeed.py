@@ -13,15 +13,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from shardbook.config import Precision, ZeroConfig
+from shardbook.config import Offload, Precision, ZeroConfig
 from shardbook.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=ZeroConfig)
 
 _ELSEWHERE = "build it in Python and pass it to shardbook.Engine"
 _OWN_DATA = "shardbook doesn't choose the data"
-_NO_OFFLOAD = "this version has no offload yet"
-_NO_RECOMPUTE = "this version has no recomputation of its own yet; wrap blocks in torch.utils.checkpoint"
+_OLD_OFFLOAD = 'write "offload_optimizer": {"device": "cpu"} or "offload_param": {"device": "cpu"} for it'
+_OWN_RECOMPUTE = "it is told to the model there; give ZeroConfig(recompute=Recompute(...)) here"
 _ONE_GROUP = "all states are partitioned over one group of ranks"
 _LOSSY = "it rounds what is sent, and results here don't depend on the transport"
 
@@ -36,7 +36,7 @@ _TOP_OFF: Mapping[str, str] = {
     "disable_allgather": "stages 1 and 2 always send the new parameters around",
     "fp32_allreduce": 'use "communication_data_type": "fp32"',
     "graph_harvesting": "this version records no CUDA graphs",
-    "activation_checkpointing": _NO_RECOMPUTE,
+    "activation_checkpointing": _OWN_RECOMPUTE,
     "sparse_attention": "attention belongs to the model",
     "progressive_layer_drop": "it changes the model",
     "compression_training": "it changes the model",
@@ -55,13 +55,11 @@ _TOP_OFF: Mapping[str, str] = {
     "nebula": "engine.save writes to a path",
 }
 _ZERO_OFF: Mapping[str, str] = {
-    "offload_optimizer": _NO_OFFLOAD,
-    "offload_param": _NO_OFFLOAD,
-    "cpu_offload": _NO_OFFLOAD,
-    "cpu_offload_params": _NO_OFFLOAD,
-    "cpu_offload_param": _NO_OFFLOAD,
-    "cpu_offload_use_pin_memory": _NO_OFFLOAD,
-    "zenflow": _NO_OFFLOAD,
+    "cpu_offload": _OLD_OFFLOAD,
+    "cpu_offload_params": _OLD_OFFLOAD,
+    "cpu_offload_param": _OLD_OFFLOAD,
+    "cpu_offload_use_pin_memory": _OLD_OFFLOAD,
+    "zenflow": "the optimizer steps on all gradients of a step, never on some of them later",
     "zero_quantized_weights": _LOSSY,
     "zero_quantized_nontrainable_weights": _LOSSY,
     "zero_quantized_gradients": _LOSSY,
@@ -80,6 +78,12 @@ _ZERO_NEUTRAL: Mapping[str, tuple[float, str]] = {
     "zero_hpz_partition_size": (1, _ONE_GROUP),
     "mics_shard_size": (-1, _ONE_GROUP),
 }
+# Sub-tables of offload: device to the place it means here, the key that holds a folder, and what only tunes DeepSpeed's own buffers.
+_OFFLOADS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "offload_optimizer": ("optimizer", {"none": "none", "cpu": "host", "nvme": "disk"}),
+    "offload_param": ("params", {"none": "none", "cpu": "host"}),
+}
+_OFFLOAD_NOTED = ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init")
 # Loss scaling that DeepSpeed can tune and shardbook fixes: harmless unless the scale is dynamic.
 _SCALER_KEYS = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _FP16_KEYS = ("enabled", "loss_scale", "auto_cast", "fp16_master_weights_and_grads", "fused_mode", *_SCALER_KEYS)
@@ -114,7 +118,7 @@ _TOP_HONOURED = (
 
 TOP_KEYS = frozenset((*_TOP_HONOURED, *_TOP_OFF, *_TOP_NEUTRAL, *_TOP_NOTED))
 """Every key that is known at the top level."""
-ZERO_KEYS = frozenset(("stage", *_ZERO_OFF, *_ZERO_NEUTRAL, *_ZERO_NOTED))
+ZERO_KEYS = frozenset(("stage", *_OFFLOADS, *_ZERO_OFF, *_ZERO_NEUTRAL, *_ZERO_NOTED))
 """Every key that is known in ``zero_optimization``; each may also begin with ``stage3_``."""
 TYPE_KEYS = frozenset((*_BF16_KEYS, *_FP16_KEYS))
 """Every key that is known in ``bf16`` or ``fp16``."""
@@ -157,6 +161,8 @@ class _Reader:
         self._table(self._document, "", _TOP_OFF, _TOP_NEUTRAL, _TOP_NOTED, _TOP_HONOURED)
         arguments: dict[str, Any] = {"stage": self._stage(), "accumulate": self._accumulate()}
         arguments.update(self._types())
+        if offload := self._offload():
+            arguments["offload"] = offload
         clip = self._number(self._document, "gradient_clipping")
         if clip:  # 0 and absent both mean off
             arguments["clip_grad_norm"] = clip
@@ -234,12 +240,47 @@ class _Reader:
 
     def _stage(self) -> int:
         zero = self._sub("zero_optimization")
-        self._table(zero, "zero_optimization.", _ZERO_OFF, _ZERO_NEUTRAL, _ZERO_NOTED, ("stage",))
+        self._table(zero, "zero_optimization.", _ZERO_OFF, _ZERO_NEUTRAL, _ZERO_NOTED, ("stage", *_OFFLOADS))
         value = zero.get("stage", 0)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 3:
             self._refuse("zero_optimization.stage", value, "expected 0, 1, 2 or 3")
             return 0
         return value
+
+    def _offload(self) -> Offload | None:
+        """Where optimizer state and parameters live."""
+        fields: dict[str, Any] = {}
+        for key, (name, places) in _OFFLOADS.items():
+            prefix, table = f"zero_optimization.{key}.", self._offload_table(key)
+            is_on = table.get("device", "none") != "none"
+            for inner, value in table.items():
+                if inner == "ratio":
+                    if value != 1:
+                        self._refuse(prefix + inner, value, "all of the optimizer's state is offloaded, or none; only 1 can be honoured")
+                elif inner in _OFFLOAD_NOTED:
+                    self.notes += [prefix + inner] if is_on else []
+                elif inner not in ("device", "nvme_path"):
+                    self.faults.append(f'unknown key "{prefix}{inner}": it is no key of DeepSpeed that shardbook knows')
+            device = table.get("device", "none")
+            if device not in places:
+                self._refuse(f"{prefix}device", device, f"allowed is {', '.join(places)}")
+            elif places[device] != "none":
+                fields[name] = places[device]
+        if fields.get("optimizer") == "disk":
+            fields["path"] = self._offload_table("offload_optimizer").get("nvme_path")
+        try:
+            return Offload(**fields) if fields else None
+        except ConfigError as error:
+            self.faults += str(error).splitlines()
+            return None
+
+    def _offload_table(self, key: str) -> Mapping[str, Any]:
+        zero = self._document.get("zero_optimization")
+        value = cast("Mapping[str, Any]", zero).get(key) if isinstance(zero, Mapping) else None
+        if value is None or isinstance(value, Mapping):
+            return cast("Mapping[str, Any]", value or {})
+        self.faults.append(f"zero_optimization.{key} = {_short(value)}: expected an object")
+        return {}
 
     def _types(self) -> dict[str, Any]:
         """Precision and loss scale."""

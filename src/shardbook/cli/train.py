@@ -45,6 +45,12 @@ _NAMES: Mapping[str, str] = {
     "global_batch": "batch.global_batch",
     "precision": "zero.precision",
     "clip": "zero.clip_grad_norm",
+    "recompute": "zero.recompute.policy",
+    "recompute_every": "zero.recompute.every",
+    "recompute_offload": "zero.recompute.offload",
+    "offload_optimizer": "zero.offload.optimizer",
+    "offload_params": "zero.offload.params",
+    "offload_path": "zero.offload.path",
     "lr": "optimizer.learning_rate",
     "layers": "model.layers",
     "width": "model.width",
@@ -84,6 +90,12 @@ class TrainOptions:
     global_batch: Annotated[int | None, _option("", "sequences in a step over all ranks; the number left out is derived", "N")] = None
     precision: Annotated[str | None, _option("", "fp32, bf16, fp16, pure-bf16 or 2+2+4+8 (default: fp32)", "NAME")] = None
     clip: Annotated[float | None, _option("zero.clip_grad_norm", "largest norm of the gradient (default: none)", "NORM")] = None
+    recompute: Annotated[str | None, _option("zero.recompute.policy", "activations computed again: none, full, selective", "POLICY")] = None
+    recompute_every: Annotated[int | None, _option("zero.recompute.every", "in every k-th block", "K")] = None
+    recompute_offload: Annotated[bool, _option("", "the inputs that recomputation keeps rest on the host", "")] = False
+    offload_optimizer: Annotated[str | None, _option("zero.offload.optimizer", "where its state lives: none, host, disk", "PLACE")] = None
+    offload_params: Annotated[str | None, _option("zero.offload.params", "where shards live, at stage 3: none, host", "PLACE")] = None
+    offload_path: Annotated[Path | None, _option("", "folder for --offload-optimizer disk", "PATH")] = None
     lr: Annotated[float | None, _option("optimizer.learning_rate", "learning rate after the warmup", "RATE")] = None
     layers: Annotated[int | None, _option("model.layers", "blocks of the decoder", "N")] = None
     width: Annotated[int | None, _option("model.width", "elements of the residual stream", "N")] = None
@@ -118,7 +130,7 @@ class TrainOptions:
             raise ConfigError("--tied and --untied contradict each other; leave one of them out")
         values = {option: getattr(self, option) for option in _NAMES}
         values["tied"] = self.tied if self.tied or self.untied else None
-        values["save_async"] = self.save_async or None
+        values |= {name: getattr(self, name) or None for name in ("save_async", "recompute_offload")}
         return {_NAMES[option]: Sourced(value=value, origin=COMMAND_LINE) for option, value in values.items() if value is not None}
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import shardbook as sb
 from shardbook.accounts import Account, Tier
+from shardbook.engine.host_step import host_threads, planned_threads, prefer_fused
 from shardbook.errors import ConfigError, UsageError
 from shardbook.events import Booking, Event, Transfer
 from tests.equality import OPTIMIZERS, PRECISIONS, Case
@@ -211,3 +212,28 @@ def test_a_checkpoint_does_not_know_where_states_lived(tmp_path: Path, there: An
     assert steps(second, 2, 4) == expected
     first.close()
     second.close()
+
+
+def test_the_engine_says_what_rests_where() -> None:
+    engine = saved(3, sb.Offload(optimizer="host", params="host"), seed=0)
+    assert "offload: master and moments rest on the host, reduced gradients on the host (host)\n" in engine.describe()
+    engine.close()
+    engine = saved(3, sb.Offload(params="host"), seed=0)
+    assert "offload: parameter shards rest on the host (host)\n" in engine.describe()
+    engine.close()
+    engine = saved(3, sb.Offload(), seed=0)
+    assert "offload" not in engine.describe()
+    engine.close()
+
+
+def test_beside_a_gpu_the_host_steps_with_the_fused_kernel_unless_told_otherwise() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    for options, expected in (({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"capturable": True}, None)):
+        optimizer = torch.optim.AdamW([weight], **options)
+        prefer_fused(optimizer)
+        assert optimizer.param_groups[0]["fused"] is expected
+    assert planned_threads(1) >= planned_threads(2) >= 1
+    before = torch.get_num_threads()
+    with host_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before

@@ -30,6 +30,7 @@ def text(context: Context, units: Sequence[Unit]) -> str:
             f"between uses: parameters {state[residency.full_parameters]}; gradients {state[residency.full_gradients]}; "
             f"optimizer state {state[residency.full_optimizer]}"
         ),
+        *_homes(context),
         f"precision: {config.precision.describe()}",
         f"reduction: {order}{' (auto)' if config.reduction == 'auto' else ''}; prefetch: {config.prefetch.ahead} ahead",
     ]
@@ -49,6 +50,18 @@ def text(context: Context, units: Sequence[Unit]) -> str:
                 )
                 lines.append(f"    owns {member.name} {tuple(member.shape)}: {part}")
     return "\n".join(lines)
+
+
+def _homes(context: Context) -> list[str]:
+    """Which states rest outside of the device."""
+    homes, away = context.homes, str(context.storage.away_tier)
+    found: list[str] = []
+    if homes.optimizer_away:
+        place = "a disk" if homes.optimizer_on_disk else "the host"
+        found.append(f"master and moments rest on {place}, reduced gradients on the host ({away})")
+    if homes.params_away and not (homes.optimizer_away and not homes.optimizer_on_disk and not context.config.precision.keep_param_shard):
+        found.append(f"parameter shards rest on the host ({away})")
+    return [f"offload: {'; '.join(found)}"] if found else []
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -23,6 +23,7 @@ from shardbook.engine.build import build_units, check_model, choose_device, move
 from shardbook.engine.comm import Transport, connect
 from shardbook.engine.context import Context
 from shardbook.engine.homes import homes_of
+from shardbook.engine.host_step import prefer_fused
 from shardbook.engine.journal import Journal
 from shardbook.engine.link import Link
 from shardbook.engine.optimizer import PieceOptimizer, check_elementwise, check_groups
@@ -77,7 +78,10 @@ class Engine:
         _check_scheduler(scheduler, optimizer)
         if optimizer is not None:
             check_groups(optimizer, named)
-            check_elementwise(optimizer, place)
+            is_away = config.offload.optimizer != "none" and place.type == "cuda"
+            if is_away:
+                prefer_fused(optimizer)
+            check_elementwise(optimizer, torch.device("cpu") if is_away else place)
         self._context = context = _connect(group, config, place)
         self._journal, self._watch, self._transport = context.journal, context.watch, context.transport
         with torch.no_grad():

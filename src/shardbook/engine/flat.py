@@ -178,7 +178,7 @@ class Flat:
         if self.shard is not None:
             self.shard.tensor.copy_(mine)
         if self.master is not None:
-            now = self.full.tensor if self._residency.full_optimizer else mine
+            now = (self.full.tensor if self._residency.full_optimizer else mine).to(self.master.tensor.device)
             changed = now != self.master.tensor.to(now.dtype)
             self.master.tensor.copy_(torch.where(changed, now.to(self.master.tensor.dtype), self.master.tensor))
 

@@ -1,7 +1,9 @@
 """The step: one exchange between the ranks, one scale, one call of the optimizer, and new values where parameters rest."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from shardbook.engine.comm import Collectives
 from shardbook.engine.context import Context
 from shardbook.engine.exchange import Totals, add_up, assumed, pack, to_fp32
 from shardbook.engine.flat import Flat, Piece
+from shardbook.engine.host_step import host_threads, planned_threads
 from shardbook.engine.link import Link
 from shardbook.engine.optimizer import PieceOptimizer
 from shardbook.engine.passes import Passes
@@ -32,6 +35,9 @@ class Stepper:
     def __init__(self, context: Context, names: Sequence[str], units: Sequence[Unit], pieces: PieceOptimizer, passes: Passes) -> None:
         self._config, self._residency, self._homes = context.config, context.residency, context.homes
         self._link: Link = context.link
+        steps_beside_gpu = context.homes.optimizer_away and context.storage.device.type == "cuda"
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() or 1)) if steps_beside_gpu else 1
+        self._num_threads = planned_threads(local_ranks) if steps_beside_gpu else 0  # 0: as it is
         self._transport, self._storage, self._journal = context.transport, context.storage, context.journal
         self._names, self._units, self._pieces, self._passes = tuple(names), tuple(units), pieces, passes
         scale: Any = context.config.effective_loss_scale
@@ -131,7 +137,8 @@ class Stepper:
     def _step_pieces(self, scale: float, has_gradient: Sequence[bool]) -> None:
         """Scale the gradients, step on the pieces, and bring the new values to wherever parameters rest."""
         if self._homes.optimizer_away or self._homes.params_away:
-            self._pieces.step_in_parts(self._parts(scale, has_gradient))
+            with host_threads(self._num_threads) if self._num_threads else nullcontext():
+                self._pieces.step_in_parts(self._parts(scale, has_gradient))
             return
         temporary = [
             flat.scaled_gradients(scale, [has_gradient[member.number] for member in flat.members])

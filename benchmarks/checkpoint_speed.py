@@ -23,8 +23,7 @@ import torch.distributed as dist
 import shardbook as sb
 from benchmarks import ranks
 from benchmarks.step_time import Round, Times, slowest_of, usage
-from shardbook.checkpoint.pages import in_large_pages
-from shardbook.checkpoint.write import bytes_of
+from shardbook.tiers.pages import bytes_of, in_large_pages
 
 MIN_PAIRS, MAX_PAIRS = 9, 31
 BUDGET_SECONDS = 30.0

@@ -20,7 +20,7 @@ LEVELS = {
     **dict.fromkeys(
         ("accounts", "events", "errors", "checks", "config", "config_files", "deepspeed", "document", "levers", "structure"), 0
     ),
-    **dict.fromkeys(("facts", "tables", "replay"), 1),
+    **dict.fromkeys(("facts", "tables", "replay", "tiers"), 1),
     **dict.fromkeys(("forecasting", "engine", "ledger", "models"), 2),
     **dict.fromkeys(("recording", "simulation", "checkpoint", "planner"), 3),
     **dict.fromkeys(("verifying",), 4),

@@ -11,7 +11,8 @@ from torch import Tensor
 from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.foreign import Found
-from shardbook.checkpoint.write import BLOCK_NBYTES, bytes_of
+from shardbook.checkpoint.write import BLOCK_NBYTES
+from shardbook.tiers.pages import bytes_of
 
 
 class Files:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from shardbook.checkpoint.dtypes import TYPES
-from shardbook.checkpoint.pages import in_large_pages
 from shardbook.checkpoint.read import Range, Reader
 from shardbook.engine.engine import Engine
 from shardbook.engine.flat import Piece
 from shardbook.engine.state import WEIGHT
+from shardbook.tiers.pages import in_large_pages
 
 
 class Fresh:

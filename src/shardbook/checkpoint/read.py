@@ -22,7 +22,8 @@ from shardbook.checkpoint.dtypes import TYPES
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.manifest import Manifest, Stored, StoredFile, check_file
 from shardbook.checkpoint.safetensors import ITEMSIZE, read_header
-from shardbook.checkpoint.write import BLOCK_NBYTES, bytes_of, checksum
+from shardbook.checkpoint.write import BLOCK_NBYTES, checksum
+from shardbook.tiers.pages import bytes_of
 
 _MAX_OPEN = 64
 _NUM_THREADS = 3

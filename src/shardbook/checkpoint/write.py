@@ -14,6 +14,7 @@ from torch import Tensor
 from shardbook.checkpoint.dtypes import CODES
 from shardbook.checkpoint.manifest import Stored, StoredFile
 from shardbook.checkpoint.safetensors import Entry, packed_header
+from shardbook.tiers.pages import bytes_of
 
 BLOCK_NBYTES = 4 << 20
 """Bytes that one checksum stands for: at most so many are read too much at each end of a range."""
@@ -93,15 +94,6 @@ def blocks_of(tensor: Tensor) -> Iterator[memoryview]:
     for begin in range(0, flat.numel(), BLOCK_NBYTES):
         block = flat[begin : begin + BLOCK_NBYTES].cpu()
         yield bytes_of(block)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, for as long as the caller keeps the tensor.
-
-    Not through numpy: storage that numpy has seen can never be given back again.
-    """
-    nbytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
 
 
 def write_bytes(descriptor: int, data: Tensor | memoryview) -> None:

@@ -99,7 +99,7 @@ def test_every_extent_is_read_worked_on_and_written(num_slots: int, started: boo
 
 
 def test_a_write_ends_before_the_same_bytes_are_read() -> None:
-    file, pipeline = made(num_slots=NUM)
+    file, pipeline = made(num_slots=2 * NUM)  # so many that reads need not wait for a slot
     file.slow = {"write": 0.01}
     add_one(pipeline)
     pipeline.start(EXTENTS)  # while the first step's writes are under way

@@ -81,9 +81,9 @@ class Pipeline:
     ...     pipeline = Pipeline(DirectFile(Path(folder), 1 << 16), [aligned_empty(1 << 14) for _ in range(3)])
     ...     extents = [Extent(offset, 1 << 14) for offset in range(0, 1 << 16, 1 << 14)]
     ...     for slot in pipeline.run(extents, reads=False):
-    ...         slot.memory.fill_(1) and None
+    ...         _ = slot.memory.fill_(1)
     ...     for slot in pipeline.run(extents):
-    ...         slot.memory.add_(1) and None
+    ...         _ = slot.memory.add_(1)
     ...     sums = [int(slot.memory.sum()) for slot in pipeline.run(extents, writes=False)]
     ...     pipeline.close()
     >>> sums == [2 << 14] * 4

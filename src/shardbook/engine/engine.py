@@ -38,6 +38,7 @@ from shardbook.engine.watch import Watch
 from shardbook.errors import ConfigError, UsageError
 from shardbook.events import Observer
 from shardbook.structure import Structure
+from shardbook.tiers.memory import keep_freed_memory
 
 
 class Engine:
@@ -75,6 +76,8 @@ class Engine:
         named = check_model(model)
         group = _group_of(mesh)
         place = choose_device(named, device, group)
+        if place.type == "cpu":
+            keep_freed_memory()
         _check_scheduler(scheduler, optimizer)
         if optimizer is not None:
             check_groups(optimizer, named)

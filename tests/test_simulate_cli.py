@@ -263,7 +263,7 @@ def test_without_transformers_own_decoder_stands_in_where_it_can(llama, monkeypa
         (("--no-reshard",), "--no-reshard with --engine shardbook: allowed is fsdp2"),
         (("--implementation", "torchtitan"), "implementation = 'torchtitan': allowed is shardbook or transformers"),
         (("--implementation", "transformers"), "transformers builds a model from its config.json"),
-        (("--recompute", "full"), "recompute.policy"),
+        (("--engine", "fsdp2", "--recompute", "full"), "recompute.policy"),
         (("--sweep", "ranks=1,2"), "--sweep with --simulate"),
         (("--compare-stages",), "--compare-stages with --simulate"),
         (("--rank", "6"), "rank = 6: allowed is 0 to 5"),

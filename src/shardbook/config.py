@@ -243,7 +243,7 @@ class ZeroConfig:
         stage: what is partitioned. 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
         precision: types, hence bytes per parameter.
         prefetch: how far gathers run ahead.
-        recompute: activations computed again in backward (forecasts know it; this version's engine refuses it).
+        recompute: activations computed again in backward.
         offload: what lives outside the device.
         accumulate: micro-batches in one step.
         clip_grad_norm: largest norm of the objective's gradient; ``None``: no clipping.
@@ -310,12 +310,9 @@ class ZeroConfig:
         """Whether this version's engine can do what is asked; a forecast can be asked for more.
 
         Raises:
-            ConfigError: recomputation, or offload to a disk, which the engine does not have yet.
+            ConfigError: offload to a disk, which the engine does not have yet.
         """
         check = Check(self)
-        if self.recompute.policy != "none":
-            allowed = '"none": this version\'s engine has no recomputation yet'
-            check.add("recompute.policy", self.recompute.policy, allowed, "wrap blocks in torch.utils.checkpoint")
         if self.offload.optimizer == "disk":
             allowed = '"none" or "host": this version\'s engine has no offload to a disk yet'
             check.add("offload.optimizer", "disk", allowed, 'use "host"; at stage 3 more ranks hold less each')

@@ -29,6 +29,7 @@ from shardbook.engine.link import Link
 from shardbook.engine.optimizer import PieceOptimizer, check_elementwise, check_groups
 from shardbook.engine.passes import Passes
 from shardbook.engine.policy import Policy
+from shardbook.engine.recompute import Recomputation
 from shardbook.engine.report import StepReport
 from shardbook.engine.residency import residency_of
 from shardbook.engine.step import Stepper
@@ -99,9 +100,12 @@ class Engine:
             )
             self._stepper = Stepper(context, tuple(named), self._units, self._pieces, self._passes)
         self._handles = hooks.install(self._units, self._passes)
+        self._recomputation = None if config.recompute.policy == "none" else Recomputation(context, model, self._units)
+        if self._recomputation is not None:
+            self._passes.on_backward = self._recomputation.look_ahead
         self._journal.phase = self._watch.activity = "idle"
         # an engine that nobody holds any more gives its threads and its process group back, closed or not
-        self._finalizer = weakref.finalize(self, _give_back, self._watch, self._transport)
+        self._finalizer = weakref.finalize(self, _give_back, self._watch, self._transport, self._recomputation)
 
     # ---- what a person calls --------------------------------------------------------------------------------------------
 
@@ -310,7 +314,9 @@ class Engine:
         unit.release()
 
 
-def _give_back(watch: Watch, transport: Transport) -> None:
+def _give_back(watch: Watch, transport: Transport, recomputation: Recomputation | None) -> None:
+    if recomputation is not None:
+        recomputation.remove()
     transport.close()
     watch.stop()
 

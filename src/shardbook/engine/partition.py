@@ -76,10 +76,7 @@ def _chosen(modules: dict[str, nn.Module], wanted: Sequence[str | type[nn.Module
 
 def _found(model: nn.Module, modules: dict[str, nn.Module]) -> set[str]:
     """Outermost repeated blocks, and large embeddings and heads outside of them."""
-    blocks: set[str] = set()
-    for name, module in modules.items():
-        if not any(name.startswith(block + ".") for block in blocks):
-            blocks |= {f"{name}.{child}" if name else child for child in _repeated(module)}
+    blocks = repeated_blocks(model)
     total = sum(parameter.numel() for parameter in model.parameters())
     outside = {
         name: module
@@ -90,6 +87,15 @@ def _found(model: nn.Module, modules: dict[str, nn.Module]) -> set[str]:
     vocabularies = {module.num_embeddings for module in embeddings.values()}
     heads = {name: module for name, module in outside.items() if isinstance(module, nn.Linear) and module.out_features in vocabularies}
     return blocks | {name for name, module in {**embeddings, **heads}.items() if module.weight.numel() >= total * _LARGE and blocks}
+
+
+def repeated_blocks(model: nn.Module) -> set[str]:
+    """Names of the outermost repeated blocks."""
+    blocks: set[str] = set()
+    for name, module in model.named_modules():
+        if not any(name.startswith(block + ".") for block in blocks):
+            blocks |= {f"{name}.{child}" if name else child for child in _repeated(module)}
+    return blocks
 
 
 def _repeated(module: nn.Module) -> list[str]:

@@ -49,6 +49,7 @@ class Passes:
         self.loss_scale = 1.0
         self.report: StepReport | None = None  # of the last step, or of the one that is being made
         self.in_backward = False
+        self.on_backward: Callable[[Unit], None] | None = None  # told of each unit that backward comes to, while its gather is under way
         self._context, self._config, self._residency = context, context.config, context.residency
         self._journal, self._watch = context.journal, context.watch
         self._units = tuple(units)
@@ -265,6 +266,8 @@ class Passes:
             self.entered["backward", unit.index] += 1
             self._watch.activity = f"backward of {unit.name!r}"
             unit.fetch()  # before anything is awaited: the other ranks may need this rank's shard to come to that point
+            if self.on_backward is not None:
+                self.on_backward(unit)
             for other in self._units:
                 if other.in_backward and not other.is_related_to(unit):
                     other.release()

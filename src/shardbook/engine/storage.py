@@ -5,6 +5,7 @@ A :class:`Buffer` is a tensor object that lives as long as the engine while its 
 while the memory is away would crash the interpreter; `guard` keeps people and autograd from doing it.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,13 @@ class Buffer:
             self.tensor.untyped_storage().resize_(0)
             self.present = False
             self._book_out()
+
+    def drop(self) -> None:
+        """Free the memory for good, pinned or not; nobody may hold a view of it."""
+        if self.present:
+            self._book_out()
+            self.present = False
+        self.tensor = self.tensor.new_empty(0)
 
     def leave(self) -> None:
         """Let whoever holds a view of the memory keep it, and go on in other memory, its content undefined."""
@@ -147,6 +155,24 @@ class Storage:
         """A buffer in the host's memory, wherever the others are; where they are there too, it is booked with them."""
         tier = Tier.DEVICE if self.device.type == "cpu" else Tier.HOST
         return Buffer(self._journal, account, unit, numel, dtype, torch.device("cpu"), padding, tier)
+
+    def adopt(self, tensor: Tensor, account: Account, unit: str) -> Tensor:
+        """Book a tensor that lives as long as somebody holds it, until its storage dies."""
+        storage = tensor.untyped_storage()
+        address, nbytes = address_of(tensor), storage.nbytes()
+        tier = Tier.DEVICE if tensor.device.type == self.device.type else Tier.HOST
+        self._journal.book(account, tier, unit, nbytes, 0, address)
+        weakref.finalize(storage, self._journal.book, account, tier, unit, -nbytes, 0, address).atexit = False
+        return tensor
+
+    def fresh(self, account: Account, unit: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor on the device, content undefined, that lives as long as somebody holds it."""
+        return self.adopt(torch.empty(numel, dtype=dtype, device=self.device), account, unit)
+
+    def copy_of(self, tensor: Tensor, account: Account, unit: str) -> Tensor:
+        """The same values in memory of its own, for as long as somebody holds it."""
+        with torch.no_grad():
+            return self.adopt(tensor.detach().clone(), account, unit)
 
 
 def address_of(tensor: Tensor) -> int:

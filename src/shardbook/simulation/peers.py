@@ -205,6 +205,12 @@ def _check(engine: str, config: ZeroConfig) -> None:
         _refuse(f"precision.reduce = {precision.reduce!r}", f"{kept!r}: DDP adds gradients as they are kept", f"use reduce={kept!r}")
     if precision.keep_param_shard:
         _refuse("precision.keep_param_shard = True", f"False: {engine} keeps no copy in the type it computes in", "drop it")
+    if config.recompute.policy != "none":
+        remedy = "wrap its blocks in torch.utils.checkpoint where the model is built"
+        _refuse(f"recompute.policy = {config.recompute.policy!r}", f"'none': {engine} recomputes nothing by itself", remedy)
+    for name in ("optimizer", "params"):
+        if (place := getattr(config.offload, name)) != "none":
+            _refuse(f"offload.{name} = {place!r}", f"'none' with {engine}", "drop it, or simulate shardbook's own engine")
     if precision.keep:
         _refuse(f"precision.keep = {dict(precision.keep)!r}", f"no pattern: {engine} has one type for all", "drop it")
 

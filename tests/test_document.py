@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from shardbook.document import VERSION, Baseline, RankMemory, RunDocument, write_atomically
+from shardbook.document import VERSION, Baseline, Moved, RankMemory, Reconciliation, RunDocument, TierMemory, write_atomically
 from shardbook.errors import ConfigError
 
 
@@ -30,6 +30,8 @@ def document(**changes):
         "sent_nbytes_per_step": 1,
         "memory": (RankMemory(rank=0, peak_allocated=None, peak_reserved=None, peak_resident=7),),
         "baseline": Baseline(steps=3, identical=False, difference="step 1: loss"),
+        "tiers": (TierMemory(rank=0, tier="host", nbytes=7, accounts={"MOMENT": 7}),),
+        "moved": (Moved(rank=0, link="device to host", nbytes=9, nbytes_per_step=3),),
     }
     return RunDocument(**(values | changes))
 
@@ -46,7 +48,7 @@ def test_a_document_comes_back_equal(changes):
         (lambda text: "", "not JSON"),
         (lambda text: "[]", "not a run document"),
         (lambda text: '{"format": "other"}', 'it lacks "format": "shardbook run"'),
-        (lambda text: edited(text, version=VERSION + 1), f"version {VERSION + 1}: this release of shardbook reads version {VERSION}"),
+        (lambda text: edited(text, version=VERSION + 1), f"version {VERSION + 1}: this release of shardbook reads versions 2 and {VERSION}"),
         (lambda text: edited(text, version=None), "version None"),
         (lambda text: edited(text, extra=1), "extra is unknown"),
         (lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "losses"}), "losses is missing"),
@@ -58,6 +60,17 @@ def test_what_is_no_document_of_this_version_is_refused(change, said):
     with pytest.raises(ConfigError) as caught:
         RunDocument.from_json(change(document().to_json()))
     assert said in str(caught.value)
+
+
+def test_a_document_of_the_version_before_is_read_as_one_without_other_tiers():
+    peak = {"rank": 0, "step": 1, "phase": "step", "unit": "", "operator": "", "allocated": 5, "base": 0, "books": {"PARAM": 5}}
+    now = document(reconciliations=(Reconciliation(**peak),), tiers=(), moved=())
+    older = json.loads(now.to_json()) | {"version": 2}
+    older = {name: value for name, value in older.items() if name not in ("tiers", "moved")}
+    older["reconciliations"] = [{name: value for name, value in older["reconciliations"][0].items() if name not in ("host", "beside")}]
+    assert RunDocument.from_json(json.dumps(older)) == now
+    with pytest.raises(ConfigError, match="losses is missing"):
+        RunDocument.from_json(json.dumps({name: value for name, value in older.items() if name != "losses"}))
 
 
 def edited(text, **changes):

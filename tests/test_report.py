@@ -227,7 +227,7 @@ def test_the_terminal_takes_every_document(tmp_path, capsys, make):
         ("{", "not JSON, or cut off"),
         ("{}", 'it lacks "format"'),
         (full().to_json()[:-40], "cut off"),
-        (full().to_json().replace('"version": 2', '"version": 1'), "run document of version 1"),
+        (full().to_json().replace('"version": 3', '"version": 1'), "run document of version 1"),
         (b"\xff\xfe\x00", "it is not text"),
     ],
 )

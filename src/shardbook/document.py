@@ -15,8 +15,11 @@ from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
 from shardbook.errors import ConfigError
 
-VERSION = 2
-"""The version this release writes, and the only one it reads."""
+VERSION = 3
+"""The version this release writes."""
+
+_OLDER = (2,)
+"""Those that it reads as well: what they don't say is empty."""
 
 _FORMAT = "shardbook run"
 
@@ -105,6 +108,8 @@ class Reconciliation:
         books: account to bytes of the allocator's blocks that an item of the books explains; ``UNACCOUNTED`` are those that none does.
         overstated: bytes of items that the books held and the allocator did not; in no account of ``books``, which add up to ``allocated``.
         closed_form: account to bytes, by formula, for the accounts that have one; empty where the engine has none.
+        host: account to bytes that lay in the host's memory at that instant, in no account of ``books``.
+        beside: how many bytes of these the same allocator had given out, so that it held ``allocated`` and them; 0 on a device.
         items: the largest storages at that instant, largest first.
     """
 
@@ -118,7 +123,43 @@ class Reconciliation:
     books: Mapping[str, int]
     overstated: int = 0
     closed_form: Mapping[str, int] = field(default_factory=dict[str, int])
+    host: Mapping[str, int] = field(default_factory=dict[str, int])
+    beside: int = 0
     items: tuple[Item, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierMemory:
+    """What one rank held outside of its device, when that was most: ``tier`` is ``host``, pinned or not, or ``disk``.
+
+    Args:
+        rank: whose.
+        tier: where.
+        nbytes: at the highest instant of this tier, whatever the device held then.
+        accounts: account to bytes at that instant, by the books.
+    """
+
+    rank: int
+    tier: str
+    nbytes: int
+    accounts: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Bytes that one rank moved between two tiers: ``link`` is ``host to device``, ``device to host``, ``disk to host`` or back.
+
+    Args:
+        rank: whose.
+        link: from where to where.
+        nbytes: over all steps.
+        nbytes_per_step: in the last step.
+    """
+
+    rank: int
+    link: str
+    nbytes: int
+    nbytes_per_step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +323,8 @@ class RunDocument:
         times: where the time went, by rank; empty where the engine tells of no collectives.
         exposed: waiting, by rank, unit, kind and cause.
         shortage: what was known when memory ran out; ``None``: it did not.
+        tiers: what lay outside of the device at its highest, by rank and tier; empty where everything was on the device.
+        moved: bytes between tiers, by rank and link.
         version: of this format.
     """
 
@@ -314,6 +357,8 @@ class RunDocument:
     times: tuple[StepTime, ...] = ()
     exposed: tuple[Exposed, ...] = ()
     shortage: Shortage | None = None
+    tiers: tuple[TierMemory, ...] = ()
+    moved: tuple[Moved, ...] = ()
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -322,7 +367,7 @@ class RunDocument:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The document that :meth:`to_json` wrote.
+        """The document that :meth:`to_json` wrote, in this version or the one before.
 
         Raises:
             ConfigError: truncated, not a run of shardbook, of another version, or with keys missing or unknown.
@@ -334,9 +379,18 @@ class RunDocument:
         if not isinstance(found, dict) or cast("dict[str, Any]", found).pop("format", None) != _FORMAT:
             raise ConfigError(f'not a run document: it lacks "format": "{_FORMAT}"; give the run.json that shardbook train wrote')
         values = cast("dict[str, Any]", found)
-        if values.get("version") != VERSION:
-            raise ConfigError(f"run document of version {values.get('version')!r}: this release of shardbook reads version {VERSION}")
+        if values.get("version") not in (*_OLDER, VERSION):
+            allowed = " and ".join(map(str, (*_OLDER, VERSION)))
+            raise ConfigError(f"run document of version {values.get('version')!r}: this release of shardbook reads versions {allowed}")
+        if values.get("version") in _OLDER:
+            values = _brought_up(values)
         return _read(cls, values, "run document")
+
+
+def _brought_up(older: Mapping[str, Any]) -> dict[str, Any]:
+    """A document of version 2, whose runs had nothing outside of the device, as one of this version."""
+    found = [one | {"host": {}, "beside": 0} if isinstance(one, dict) else one for one in older.get("reconciliations", ())]
+    return {**older, "version": VERSION, "tiers": [], "moved": [], "reconciliations": found}
 
 
 def _read(kind: Any, found: Any, what: str) -> Any:

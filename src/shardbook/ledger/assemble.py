@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardbook.accounts import Account
-from shardbook.document import Counters, Curve, RankMemory, Reconciliation, RunDocument, Shortage, StepMemory
+from shardbook.document import Counters, Curve, Moved, RankMemory, Reconciliation, RunDocument, Shortage, StepMemory, TierMemory
 from shardbook.ledger.exposed import exposed, step_times
 from shardbook.ledger.timeline import RankTimeline
 
@@ -42,6 +41,8 @@ class Part:
     sent_nbytes_per_step: int
     shortage: Shortage | None
     notes: tuple[str, ...]
+    tiers: tuple[TierMemory, ...] = ()
+    moved: tuple[Moved, ...] = ()
 
 
 def publish(part: Part, number: int) -> None:
@@ -114,6 +115,8 @@ def document_of(parts: Sequence[Part], notes: Sequence[str]) -> RunDocument:
         times=step_times(timelines) if whole else (),
         exposed=exposed(timelines) if whole else (),
         shortage=next((part.shortage for part in parts if part.shortage is not None), None),
+        tiers=tuple(tier for part in parts for tier in part.tiers),
+        moved=tuple(moved for part in parts for moved in part.moved),
     )
 
 
@@ -140,13 +143,3 @@ def _store() -> Any:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     return dist.distributed_c10d._get_default_store()
-
-
-def totals(books: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Account to bytes, over all tiers."""
-    found: dict[str, int] = {}
-    for account in Account:
-        nbytes = sum(held for (name, _), held in books.items() if name == account)
-        if nbytes:
-            found[str(account)] = nbytes
-    return found

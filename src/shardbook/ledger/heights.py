@@ -17,7 +17,7 @@ from shardbook.ledger.watcher import Operator
 class Height:
     """A highest instant: where it was, what the allocator held, and what the books say it was.
 
-    ``operator`` ran then (``inside``), or had run last; ``nbytes`` were given out last.
+    ``operator`` ran then (``inside``), or had run last; ``nbytes`` were given out last. ``allocated`` and ``books`` are the device's.
     """
 
     phase: str
@@ -36,12 +36,13 @@ def heights(log: StepLog, apart: Collection[Item] = (), *, finely: bool = False)
     a model of more units that are alike is among these.
     """
     highest: dict[tuple[str, str, str, int], _Rise] = {}
-    for rise in _rises(log, sum(item.nbytes for item in apart)):
+    reader = Reader(log, apart)
+    for rise in _rises(log, sum(item.nbytes for item in apart), {(block.address, block.allocated) for block in reader.beside}):
         phase, unit, operator = rise.place
         key = (phase, unit, operator, rise.nbytes) if finely else (phase, "", "", 0)
         if key not in highest or rise.total > highest[key].total:
             highest[key] = rise
-    books = _books_at(Reader(log, apart), sorted(rise.instant for rise in highest.values()))
+    books = _books_at(reader, sorted(rise.instant for rise in highest.values()))
     return [rise.as_height(books[rise.instant]) for rise in highest.values()]
 
 
@@ -67,14 +68,14 @@ class _Rise:
         )  # fmt: skip
 
 
-def _rises(log: StepLog, apart: int) -> Iterator[_Rise]:
-    """Each allocation of a step; ``apart``: bytes that don't count."""
-    running = sum(block.nbytes for block in log.before.values()) + log.unknown - apart
-    live = {address: block.nbytes for address, block in log.before.items()}
+def _rises(log: StepLog, apart: int, beside: Collection[tuple[int, int]]) -> Iterator[_Rise]:
+    """Each allocation of a step; ``apart``: bytes that don't count; ``beside``: blocks that are not the device's, by address and when."""
+    live = {address: block.nbytes for address, block in log.before.items() if (address, block.allocated) not in beside}
+    running = sum(live.values()) + log.unknown - apart
     following = 0
     for change in log.changes:
         running -= live.pop(change.address, 0)
-        if change.nbytes <= 0:
+        if change.nbytes <= 0 or (change.address, change.nanoseconds) in beside:
             continue
         live[change.address] = change.nbytes
         running += change.nbytes

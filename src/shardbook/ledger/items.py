@@ -7,13 +7,13 @@ turns out to be saved by autograd): then the item moves to another account for i
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardbook.accounts import Account
+from shardbook.accounts import Account, Tier
 from shardbook.events import Booking
 from shardbook.ledger.memory import REAL, Memory
 
@@ -23,7 +23,7 @@ class Item:
 
     ``born`` and ``died`` are of ``time.perf_counter_ns``; ``died`` is None while it lives. ``is_booked``: by the engine whose it is, so
     that nobody else moves it. ``is_backed``: the allocator had a block for it, once. ``memory_gone``: it ended with its storage, or
-    with the storage's memory, not by somebody's word.
+    with the storage's memory, not by somebody's word. ``tier``: where it lies; on a CPU the host's is memory of the same allocator.
     """
 
     __slots__ = (
@@ -42,6 +42,7 @@ class Item:
         "shape",
         "site",
         "storage_key",
+        "tier",
         "unit",
     )  # fmt: skip
 
@@ -54,6 +55,12 @@ class Item:
         self.died: int | None = None
         self.is_backed = self.is_booked = self.memory_gone = False
         self.storage_key = 0
+        self.tier = Tier.DEVICE
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it lies in another tier than the device."""
+        return self.tier is not Tier.DEVICE
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether the item is that storage, not an earlier one at the same address. An engine's own items are its word."""
@@ -63,16 +70,17 @@ class Item:
 class Items:
     """All items that live, by address, and those of the step so far, in order.
 
-    ``move`` is told of every change: (account, unit, bytes, phase). A plain call, as there is one for most operators.
+    ``move`` is told of every change: (account, tier, unit, bytes, phase). A plain call, as there is one for most operators.
     """
 
-    def __init__(self, move: Callable[[Account, str, int, str], None], memory: Memory = REAL) -> None:
+    def __init__(self, move: Callable[[Account, Tier, str, int, str], None], memory: Memory = REAL) -> None:
         self._move = move
         self._storage_of, self._address_of = memory.storage_of, memory.address_of
         self.live: dict[int, Item] = {}
         self.recent: list[Item] = []
         self.gathered: list[Item] = []  # in accounts whose storages are emptied and filled again
         self._by_key: dict[int, Item] = {}
+        self._has_away = False
         self.unclaimed: dict[int, Item] = {}  # older than the books, and nobody's so far
 
     def find(self, tensor: Tensor) -> Item | None:
@@ -81,7 +89,7 @@ class Items:
         item = None if storage is None else self.live.get(self._address_of(storage))
         return item if item is not None and storage is not None and item.is_of(storage) else None
 
-    def see(self, tensor: Tensor, account: Account, place: tuple[str, str], name: str) -> Item | None:
+    def see(self, tensor: Tensor, account: Account, place: tuple[str, str], name: str, tier: Tier = Tier.DEVICE) -> Item | None:
         """The item of a tensor's storage, opened if need be; ``place`` is (phase, unit). None: it has no memory of its own."""
         storage = self._storage_of(tensor)
         if storage is None or not (nbytes := storage.nbytes()):
@@ -96,7 +104,14 @@ class Items:
         if moved is not None and moved.is_of(storage):
             moved.memory_gone = True  # the same storage, elsewhere
             self.close(moved)
-        return self._see_first(tensor, storage, account, place, name)
+        return self._see_first(tensor, storage, account, place, name, tier)
+
+    def tier_of_results(self, tensors: Iterable[Tensor]) -> Tier:
+        """Where an operator on these makes its results: an optimizer that steps on the host's memory takes its temporaries there too."""
+        if not self._has_away:
+            return Tier.DEVICE
+        tiers = {item.tier for tensor in tensors if (item := self.find(tensor)) is not None}
+        return Tier.HOST if tiers and Tier.DEVICE not in tiers else Tier.DEVICE
 
     def take_older(self, tensor: Tensor, storage: torch.UntypedStorage, name: str) -> None:
         """A storage that was there before the books were opened, and that an engine may have told of already."""
@@ -123,10 +138,13 @@ class Items:
         """It hangs on a model: older and in no account, but not somebody else's."""
         self.unclaimed.pop(self._address_of(storage), None)
 
-    def _see_first(self, tensor: Tensor, storage: torch.UntypedStorage, account: Account, place: tuple[str, str], name: str) -> Item:
+    def _see_first(
+        self, tensor: Tensor, storage: torch.UntypedStorage, account: Account, place: tuple[str, str], name: str, tier: Tier = Tier.DEVICE
+    ) -> Item:
         address, nbytes = self._address_of(storage), storage.nbytes()
         phase, unit = place
         item = Item(address, nbytes, account, unit, name, phase)
+        item.tier = tier
         item.shape, item.dtype = () if tensor.is_nested else tuple(tensor.shape), str(tensor.dtype)[6:]
         item.reference = weakref.ref(storage, _closing(self, item))
         item.storage_key = storage._cdata
@@ -169,8 +187,10 @@ class Items:
         if known is not None:
             storage = None if known.reference is None else known.reference()
             self.close(known)  # as the operator that made it saw it
+            known.tier = booking.tier  # where it has been from its first instant on
         item = Item(booking.address, booking.nbytes, booking.account, booking.unit, "flat buffer", booking.phase)
-        item.is_booked = True
+        item.is_booked, item.tier = True, booking.tier
+        self._has_away = self._has_away or item.is_away
         if known is not None:
             item.shape, item.dtype, item.site = known.shape, known.dtype, known.site
             item.reference = None if storage is None else weakref.ref(storage, _closing(self, item))
@@ -200,7 +220,7 @@ class Items:
             self.gathered.append(item)
 
     def _tell(self, item: Item, sign: int) -> None:
-        self._move(item.account, item.unit, sign * item.nbytes, item.phase)
+        self._move(item.account, item.tier, item.unit, sign * item.nbytes, item.phase)
 
 
 def _closing(items: Items, item: Item) -> Callable[[Any], None]:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardbook.accounts import Account, Tier
-from shardbook.document import RunDocument, Shortage, StepMemory
+from shardbook.document import Moved, RunDocument, Shortage, StepMemory
 from shardbook.errors import BudgetError, ConfigError, UsageError
-from shardbook.events import Booking, Event, Mark, Traffic
+from shardbook.events import Booking, Event, LinkName, Mark, Traffic, Transfer
 from shardbook.ledger import assemble
 from shardbook.ledger.allocator import is_profiling, shown
 from shardbook.ledger.counters import counters
@@ -55,7 +55,8 @@ def measure(
         model: what is trained, wrapped or not (DDP, FSDP2, DeepSpeed's engine, shardbook's); None: found when it is called.
         optimizer: whose steps end the loop's steps; None: any optimizer's.
         mode: ``full`` sees every operator and every allocation; ``light`` only what models and optimizers hold at their steps.
-        budget: bytes that the books may hold; more raises :class:`~shardbook.errors.BudgetError`. None: no limit. Full mode only.
+        budget: bytes that the books may hold of the memory that is measured (on a CPU the host's tier lies in it as well); more raises
+            :class:`~shardbook.errors.BudgetError`. None: no limit. Full mode only.
 
     Raises:
         ConfigError: no such mode, or a budget that can't be kept.
@@ -113,7 +114,7 @@ class Measurement:
         self._steps: list[StepMemory] = []
         self._sampled: dict[str, int] = {}
         self._sent = self._sent_in_step = self._sent_in_last_step = self._seconds = 0
-        self._host = self._host_peak = 0
+        self._moved: dict[LinkName, list[int]] = {}  # in all steps, and in the last one
         self._stepped = self._marked = self._is_open = self._is_observed = self._is_scanned = self._is_lost = False
         self._part: assemble.Part | None = None
         self._stack = ExitStack()
@@ -235,8 +236,8 @@ class Measurement:
             if address not in self._excluded:
                 self._items.take_older(tensor, storage, _OLDER)
         self._take_hanging()
-        base = dict(self._items.live)
-        self._base = sum(item.nbytes for item in base.values())
+        base = {address: item for address, item in self._items.live.items() if self._is_measured(item.tier)}
+        self._base = sum(item.nbytes for item in base.values() if not item.is_away)
         unknown = max(0, torch.cuda.memory_allocated(self._device) - self._base) if self._device.type == "cuda" else 0
         self._base += unknown
         self._blocks = Blocks(base, unknown)
@@ -268,22 +269,33 @@ class Measurement:
         if isinstance(event, Traffic):
             self._sent += event.sent_nbytes
             self._sent_in_step += event.sent_nbytes
-        elif isinstance(event, Booking) and event.tier is not Tier.DEVICE:  # beside the memory that is measured
-            self._host += event.nbytes
-            self._host_peak = max(self._host_peak, self._host)
-        elif isinstance(event, Booking) and self.mode == "full":
+        elif isinstance(event, Transfer):
+            moved = self._moved.setdefault(event.link, [0, 0, 0])
+            moved[:2] = moved[0] + event.nbytes, moved[1] + event.nbytes
+        elif isinstance(event, Booking) and self.mode == "full" and event.address:
             self._items.book(event)
+        elif isinstance(event, Booking) and event.tier is not Tier.DEVICE:  # a file, or memory that no tensor of torch's own has
+            self.ledger.move(event.account, event.tier, event.unit, event.nbytes, event.phase)
 
-    def _book(self, account: Account, unit: str, nbytes: int, phase: str) -> None:
-        self.ledger.move(account, Tier.DEVICE, unit, nbytes, phase)
-        if self.budget is None or nbytes <= 0 or self.ledger.total <= self.budget:
+    def _is_measured(self, tier: Tier) -> bool:
+        """Whether the allocator that is measured gives out memory of this tier: on a CPU it is the host's as well."""
+        return tier is Tier.DEVICE or (self._device.type == "cpu" and tier is not Tier.DISK)
+
+    @property
+    def _measured_total(self) -> int:
+        """Bytes that the books hold of the memory that is measured."""
+        return self.ledger.total + (self.ledger.total_of("host") if self._is_measured(Tier.HOST) else 0)
+
+    def _book(self, account: Account, tier: Tier, unit: str, nbytes: int, phase: str) -> None:
+        self.ledger.move(account, tier, unit, nbytes, phase)
+        if self.budget is None or nbytes <= 0 or (total := self._measured_total) <= self.budget or not self._is_measured(tier):
             return
-        if self.ledger.total - self._items.unclaimed_nbytes > self.budget:
+        if total - self._items.unclaimed_nbytes > self.budget:
             budget, self.budget = self.budget, None  # said once: what goes on after it is somebody's own decision
             self._run_short(account, nbytes, budget)
             raise BudgetError(
                 f"budget = {budget:,} bytes: {nbytes:,} more were wanted for {account} in {phase} of "
-                f"{unit or 'no unit'}; {self.ledger.total:,} would be held; the levers are in document().shortage"
+                f"{unit or 'no unit'}; {total:,} would be held; the levers are in document().shortage"
             )
 
     def _fail(self, error: RuntimeError, operator: Operator) -> None:
@@ -311,7 +323,7 @@ class Measurement:
                 account=account,
                 asked=asked,
                 budget=budget,
-                live=assemble.totals(self.ledger.balances()),
+                live=self.ledger.held(),
             )
         )
 
@@ -375,6 +387,8 @@ class Measurement:
 
     def _start(self) -> None:
         self._is_open, self._stepped, self._is_called, self._sent_in_step = True, False, False, 0
+        for moved in self._moved.values():
+            moved[1] = 0
         self._began = time.perf_counter_ns()
         if self.mode == "full" and not self._is_lost:
             self._records.start()
@@ -388,6 +402,8 @@ class Measurement:
         self._seconds += (end - self._began) * counts
         if counts:
             self._sent_in_last_step = self._sent_in_step
+            for moved in self._moved.values():
+                moved[2] = moved[1]
         if self.mode == "full":
             self._log(self._before_first + self.num_steps if counts else 0)
         self._places.turn()
@@ -427,7 +443,7 @@ class Measurement:
             self._note_apart(len(apart), apart_nbytes)
         highest = self._highest
         peak = None if highest is None else highest.peak.nbytes - apart_nbytes
-        found = counters(self._device, peak)
+        found, host = counters(self._device, peak), sum(self.ledger.highest("host").values())
         return assemble.Part(
             rank=self._rank,
             engine=self._owners.engine,
@@ -446,7 +462,11 @@ class Measurement:
             sent_nbytes=self._sent,
             sent_nbytes_per_step=self._sent_in_last_step,
             shortage=self.shortage,
-            notes=(*self.notes, *([f"beside it up to {self._host_peak:,} bytes of host memory were held"] if self._host_peak else [])),
+            notes=(*self.notes, *([f"beside it up to {host:,} bytes of host memory were held"] if host else [])),
+            tiers=self.ledger.tiers(self._rank),
+            moved=tuple(
+                Moved(rank=self._rank, link=link, nbytes=total, nbytes_per_step=last) for link, (total, _, last) in self._moved.items()
+            ),
         )
 
 

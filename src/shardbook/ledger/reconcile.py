@@ -3,6 +3,9 @@
 A block is what the allocator says it gave out, an item what somebody saw. They are one if they lie at the same address at the same
 time. A block without an item is UNACCOUNTED; an item without a block is overstated. A block that came and went inside one operator
 without being its result is that operator's temporary: the allocator saw it, and the operator is known, so it is WORKSPACE.
+
+On a CPU one allocator gives out what is the device's and what is the host's, told apart by the items. The peak is the device's; what
+the host's tier had of the same memory at that instant stands beside it, so that both together are what the allocator held.
 """
 
 from bisect import bisect_right
@@ -20,15 +23,25 @@ _FOREVER = 2**63
 _NUM_ITEMS = 40
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
-    """Memory that the allocator gave out; ``freed`` is None while it lives. ``items``: what was seen there meanwhile, in order."""
+    """Memory that the allocator gave out; ``freed`` is None while it lives. ``items``: what was seen there meanwhile, in order.
+
+    ``is_away``: of another tier than the device, in the same allocator.
+    """
 
     address: int
     nbytes: int
     allocated: int
     freed: int | None = None
     items: Sequence[Item] = ()
+    is_away: bool = False
+
+    def lies_in(self, items: Sequence[Item]) -> None:
+        """Take those of the items at its address that lived while it did."""
+        end = self.freed or _FOREVER
+        self.items = [item for item in items if item.born < end and (item.died is None or item.died > self.allocated)]
+        self.is_away = any(item.is_away for item in self.items)
 
     def item_at(self, instant: int) -> Item | None:
         """What it is at an instant: the item that lives then, else one that is about to be seen (an operator still runs)."""
@@ -58,10 +71,11 @@ class StepLog:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The allocator's highest total, and when."""
+    """The highest total of the device's tier, and when; ``beside`` it the allocator held so many bytes of other tiers."""
 
     nbytes: int
     instant: int
+    beside: int = 0
 
 
 class Blocks:
@@ -75,18 +89,31 @@ class Blocks:
         """Takes the changes of a step; returns them with the frees that nobody recorded, and the peak. ``items``: of the step."""
         deaths = [_Death(item) for item in items if item.memory_gone and item.died is not None and item.died <= end]
         merged = sorted([*changes, *deaths], key=lambda entry: entry.nanoseconds)
-        running = sum(block.nbytes for block in self.live.values()) + self.unknown
-        peak = Peak(running, merged[0].nanoseconds if merged else end)
-        told: list[Change] = []
         self._back(items, changes)
+        before = list(self.live.values())
+        told: list[tuple[Change, Block | None, Block | None]] = []
         for entry in merged:
             change = self._unrecorded(entry) if isinstance(entry, _Death) else entry
             if change is not None:
-                running += self._apply(change)
-                told.append(change)
-                if running > peak.nbytes:
-                    peak = Peak(running, change.nanoseconds)
-        return told, peak
+                told.append((change, *self._apply(change)))
+        if away := [item for item in items if item.is_away]:
+            _tell_apart([*before, *(new for _, _, new in told if new is not None)], away)
+        return [change for change, _, _ in told], self._peak(before, told, merged[0].nanoseconds if merged else end)
+
+    def _peak(self, before: Sequence[Block], told: Sequence[tuple[Change, Block | None, Block | None]], begin: int) -> Peak:
+        """The device's highest total over the changes, each with the block that goes and the one that comes."""
+        beside = sum(block.nbytes for block in before if block.is_away)
+        running = sum(block.nbytes for block in before) - beside + self.unknown
+        peak = Peak(running, begin, beside)
+        for change, old, new in told:
+            for block, sign in ((old, -1), (new, 1)):
+                if block is not None and block.is_away:
+                    beside += sign * block.nbytes
+                elif block is not None:
+                    running += sign * block.nbytes
+            if running > peak.nbytes:
+                peak = Peak(running, change.nanoseconds, beside)
+        return peak
 
     def _back(self, items: Sequence[Item], changes: Sequence[Change]) -> None:
         """Note which items the allocator has had a block for: those of numpy, of another process or another thread never have one."""
@@ -109,14 +136,15 @@ class Blocks:
             return None  # recorded already
         return Change(death.nanoseconds, item.address, -block.nbytes)
 
-    def _apply(self, change: Change) -> int:
-        """How many bytes more there are."""
+    def _apply(self, change: Change) -> tuple[Block | None, Block | None]:
+        """The block that goes, and the one that comes."""
         old = self.live.pop(change.address, None)
-        before = 0 if old is None else old.nbytes
+        if old is not None:
+            old.freed = change.nanoseconds
         if change.nbytes < 0:
-            return -before
-        self.live[change.address] = Block(change.address, change.nbytes, change.nanoseconds)
-        return change.nbytes - before
+            return old, None
+        new = self.live[change.address] = Block(change.address, change.nbytes, change.nanoseconds)
+        return old, new
 
 
 class _Death:
@@ -137,16 +165,17 @@ def blocks_of(log: StepLog) -> list[Block]:
         if change.nbytes > 0:
             block = live[change.address] = Block(change.address, change.nbytes, change.nanoseconds)
             found.append(block)
-    by_address: defaultdict[int, list[Item]] = defaultdict(list)
-    for item in log.items:
-        by_address[item.address].append(item)
-    for block in found:
-        block.items = [
-            item
-            for item in by_address[block.address]
-            if item.born < (block.freed or _FOREVER) and (item.died is None or item.died > block.allocated)
-        ]
+    _tell_apart(found, log.items)
     return found
+
+
+def _tell_apart(blocks: Sequence[Block], items: Sequence[Item]) -> None:
+    """Give each block its items."""
+    by_address: defaultdict[int, list[Item]] = defaultdict(list)
+    for item in items:
+        by_address[item.address].append(item)
+    for block in blocks:
+        block.lies_in(by_address[block.address])
 
 
 @dataclass(slots=True)
@@ -166,12 +195,15 @@ class Reader:
     log: StepLog
     apart: Collection[Item] = ()
     blocks: list[Block] = field(default_factory=list[Block])
+    beside: list[Block] = field(default_factory=list[Block])
     _begins: list[int] = field(default_factory=list[int])
     _staging: list[Operator] = field(default_factory=list[Operator])
 
     def __post_init__(self) -> None:
         self.apart = set(self.apart)
-        self.blocks = [block for block in blocks_of(self.log) if not self.apart.intersection(block.items)]
+        found = [block for block in blocks_of(self.log) if not self.apart.intersection(block.items)]
+        self.blocks = [block for block in found if not block.is_away]
+        self.beside = [block for block in found if block.is_away]
         self._begins = [operator.begin for operator in self.log.operators]
         self._staging = [operator for operator in self.log.operators if operator.staged]
 
@@ -213,9 +245,18 @@ class Reader:
 
     def overstated(self, instant: int) -> int:
         """Bytes of items that live at an instant in no block, and had one earlier."""
-        matched = {item for block in self.blocks if block.allocated <= instant < (block.freed or _FOREVER) for item in block.items}
+        blocks = [*self.blocks, *self.beside]
+        matched = {item for block in blocks if block.allocated <= instant < (block.freed or _FOREVER) for item in block.items}
         live = {item for item in self.log.items if item.is_backed and item.born <= instant < (item.died or _FOREVER)}
         return sum(item.nbytes for item in live - matched - set(self.apart))
+
+    def host(self, instant: int) -> dict[str, int]:
+        """Account to bytes of items on the host at an instant."""
+        found: defaultdict[str, int] = defaultdict(int)
+        for item in self.log.items:
+            if item.is_away and item.born <= instant < (item.died or _FOREVER):
+                found[item.account] += item.nbytes
+        return {str(account): found[account] for account in Account if found[account]}
 
 
 def reconcile(log: StepLog, rank: int, base: int, apart: Collection[Item] = ()) -> document.Reconciliation:
@@ -240,6 +281,8 @@ def reconcile(log: StepLog, rank: int, base: int, apart: Collection[Item] = ()) 
         base=base,
         books={str(account): books[account] for account in Account if books[account] or account is Account.UNACCOUNTED},
         overstated=reader.overstated(instant),
+        host=reader.host(instant),
+        beside=log.peak.beside,
         items=tuple(sorted(items, key=lambda item: item.nbytes, reverse=True)[:_NUM_ITEMS]),
     )
 

@@ -148,8 +148,9 @@ class Watcher(TorchDispatchMode):
         name, told = known
         for entry in told:
             self._claim(entry, args, kwargs or {}, result, (place, name))
+        tier = self._items.tier_of_results(tensors_among(args))
         for tensor in tensors_among(result):
-            item = self._items.see(tensor, Account.WORKSPACE, place, name)
+            item = self._items.see(tensor, Account.WORKSPACE, place, name, tier)
             if item is not None:
                 self._note(item, place)
         if place[0] == "backward":

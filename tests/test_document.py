@@ -48,7 +48,7 @@ def test_a_document_comes_back_equal(changes):
         (lambda text: "", "not JSON"),
         (lambda text: "[]", "not a run document"),
         (lambda text: '{"format": "other"}', 'it lacks "format": "shardbook run"'),
-        (lambda text: edited(text, version=VERSION + 1), f"version {VERSION + 1}: this release of shardbook reads versions 2 and {VERSION}"),
+        (lambda text: edited(text, version=VERSION + 1), f"version {VERSION + 1}: this release of shardbook reads versions 2 and 3"),
         (lambda text: edited(text, version=None), "version None"),
         (lambda text: edited(text, extra=1), "extra is unknown"),
         (lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "losses"}), "losses is missing"),

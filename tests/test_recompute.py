@@ -3,23 +3,30 @@
 The default suite runs a selection in which every pair of values of two fields meets; ``-m full`` every model of the zoo at every stage.
 """
 
+import contextlib
+import copy
+import gc
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardbook as sb
 from shardbook.accounts import Account, Tier
 from shardbook.engine.engine import Engine
+from shardbook.errors import ConfigError, UsageError
 from shardbook.events import Booking, Event, Traffic, Transfer
 from tests import ranks
 from tests.equality import OPTIMIZERS, PRECISIONS, RECOMPUTES, Case
 from tests.pairwise import pairwise
 from tests.test_engine_equality import FIELDS, allowed, check
-from tests.zoo import ZOO
+from tests.zoo import ZOO, Decoder
 
 KINDS = [name for name in RECOMPUTES if name != "none"]
 WITHOUT_BLOCKS = ("minus_zero", "strided", "passes_through", "no_blocks", "one_layer", "huge_layer")
@@ -49,18 +56,19 @@ def test_equals_the_plain_loop() -> None:
 
 @pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("entry", sorted({*ZOO} - {*WITHOUT_BLOCKS, *REFUSED}))
-def test_whole_product(entry: str, num_ranks: int) -> None:
+def test_whole_product(entry: str) -> None:
+    """Every stage and kind in fp32 and bf16, and in one of the other types."""
     kinds = [(stage, recompute) for stage in range(4) for recompute in KINDS]
+    others = sorted({*PRECISIONS} - {"fp32", "bf16"})
     rows = [
         {
-            "entry": entry, "num_ranks": num_ranks, "stage": stage, "recompute": recompute, "precision": precision,
-            "optimizer": "adamw_plain" if entry == "gaps" else sorted(OPTIMIZERS)[index % len(OPTIMIZERS)], "clip": index % 2 == 0,
-            "accumulate": 3 if index % 2 and precision in ("fp32", "bf16") else 1, "empty": index % 3 == 0 and num_ranks > 1,
+            "entry": entry, "num_ranks": 2, "stage": stage, "recompute": recompute, "precision": precision,
+            "optimizer": "adamw_plain" if entry == "gaps" else sorted(OPTIMIZERS)[index % len(OPTIMIZERS)], "clip": index // 2 % 2 == 0,
+            "accumulate": 3 if index % 2 and precision in ("fp32", "bf16") else 1, "empty": index % 3 == 0,
         }
         for index, (stage, recompute) in enumerate(kinds)
-        for precision in sorted(PRECISIONS)
+        for precision in ("fp32", "bf16", others[index % len(others)])
     ]  # fmt: skip
     check([Case(**row) for row in rows if allowed(row)])
 
@@ -180,3 +188,301 @@ def test_activations_go_down_and_every_byte_of_a_recomputing_step_is_in_an_accou
         assert books["ACTIVATION"] < before["ACTIVATION"] * (0.75 if kind in ("second", "selective") else 0.5), kind
         assert allocated < peak, kind
         assert books["PARAM"] == before["PARAM"]
+
+
+def bookings_of(kind: str, stage: int, fake: bool) -> tuple[list[Any], dict[Any, int]]:
+    """Every booking of two steps, and what crossed the link."""
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        torch.manual_seed(0)
+        model = ZOO["dropout"].build()
+        engine, events = engine_of(model, kind, stage=stage), list[Event]()
+        with engine.observe(events.append):
+            for _ in range(2):
+                engine.backward(engine(torch.zeros(2, 6, dtype=torch.long)).logsumexp(-1).sum(), weight=12)
+                engine.step()
+        engine.close()
+    bookings = [(event.account, event.tier, event.unit, event.nbytes, event.phase) for event in events if isinstance(event, Booking)]
+    moved = Counter({(event.link, event.unit): 0 for event in events if isinstance(event, Transfer)})
+    for event in events:
+        if isinstance(event, Transfer):
+            moved[event.link, event.unit] += event.nbytes
+    return [booking for booking in bookings if booking[0] != Account.COMM], dict(moved)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", KINDS)
+def test_fake_tensors_book_what_a_real_run_books(kind: str) -> None:
+    for stage in (0, 3):
+        real = ranks.call(2, bookings_of, kind, stage, False)[0]
+        assert ranks.fake_rank(2, bookings_of, kind, stage, True) == real
+        assert bool(real[1]) is (kind == "inputs")
+
+
+# ---- inputs on the host --------------------------------------------------------------------------------------------------
+
+INPUT_NBYTES = 64 * 64 * 4
+
+
+def test_inputs_leave_in_forward_and_come_back_one_block_ahead() -> None:
+    engine, books = engine_of(feeds(), "inputs", stage=0), Books()
+    with engine.observe(books):
+        loss = engine(torch.ones(64, 64)).square().sum()
+        # block 0 gets the batch, which is no result of the graph; there is nothing to save in keeping a copy of it
+        assert books.held[Account.ACTIVATION, Tier.HOST] == 5 * INPUT_NBYTES
+        assert books.moved == {("device to host", f"{number}"): INPUT_NBYTES for number in range(1, 6)}
+        engine.backward(loss)
+        del loss
+        assert {unit: nbytes for (link, unit), nbytes in books.moved.items() if link == "host to device"} == {
+            f"{number}": INPUT_NBYTES for number in range(1, 6)
+        }
+        # at most two inputs are here, beside the generator's states
+        assert books.most[Account.ACTIVATION, Tier.DEVICE] == 2 * INPUT_NBYTES + 6 * 5056
+        assert not books.held[Account.ACTIVATION, Tier.HOST]
+        assert not books.held[Account.ACTIVATION, Tier.DEVICE]
+        assert books.most[Account.ACTIVATION, Tier.HOST] == 5 * INPUT_NBYTES
+        engine.step()
+    engine.close()
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("on purpose")
+
+
+class Unlucky(Feed):
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails == "forward":
+            raise RuntimeError("on purpose")
+        return super().forward(Failing.apply(x) if self.fails == "backward" else x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fails", ["forward", "backward", "dropped"])
+def test_nothing_is_left_of_a_pass_that_ends_early(kind: str, fails: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Feed(), Feed(), Unlucky(), Feed())
+    engine = engine_of(model, kind, units=["Feed", "Unlucky"])
+    books = Books()
+    with engine.observe(books):
+        for attempt in (fails, ""):
+            model[2].fails = attempt
+            if attempt == "dropped":
+                loss = engine(torch.ones(8, 64)).sum()
+                assert books.held[Account.ACTIVATION, Tier.DEVICE]
+                del loss
+            elif attempt:
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    engine.backward(engine(torch.ones(8, 64)).sum())
+            else:
+                engine.backward(engine(torch.ones(8, 64)).sum())
+                engine.step()
+            gc.collect()
+            assert not books.held[Account.ACTIVATION, Tier.HOST]
+            assert not books.held[Account.ACTIVATION, Tier.DEVICE]
+    engine.close()
+
+
+def test_a_retained_graph_is_recomputed_again() -> None:
+    for kind in KINDS:
+        found: list[list[Tensor]] = []
+        for used in (kind, "none"):
+            model = feeds(3)
+            engine = engine_of(model, used, stage=0)
+            inputs = torch.linspace(-1, 1, 64 * 8).view(8, 64).requires_grad_()
+            loss = engine(inputs).square().sum()
+            found.append([torch.autograd.grad(loss, inputs, retain_graph=True)[0] for _ in range(3)])
+            engine.close()
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), kind
+
+
+# ---- selective -----------------------------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """Seven products of matrices and attention, as in a decoder's block."""
+
+    def __init__(self, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(width, 64), nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=self.dropout)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return F.dropout(x + self.down(F.silu(self.gate(x)) * self.up(x)), 0.1)
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(kind: str) -> Counter[str]:
+    """What runs in one step of two such blocks."""
+    torch.manual_seed(0)
+    engine = engine_of(nn.Sequential(Attending(), Attending()), kind, stage=0)
+    with Counted() as counted:
+        engine.backward(engine(torch.ones(2, 4, 32).requires_grad_()).sum())
+    engine.close()
+    return counted.ran
+
+
+def test_selective_computes_no_attention_and_only_every_second_product_again() -> None:
+    plain, full, selective = (operators_of(kind) for kind in ("none", "full", "selective"))
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    products = {name: counted["mm"] + counted["addmm"] for name, counted in (("none", plain), ("full", full), ("selective", selective))}
+    assert (plain[attention], full[attention], selective[attention]) == (2, 4, 2)
+    assert products["full"] - products["none"] == 2 * 7
+    assert products["selective"] - products["none"] == 2 * 3
+
+
+class Written(nn.Module):
+    """Forward writes to results of products: inside of an operator, by itself, and behind the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y += x
+        y = self.second(torch.tanh(y))
+        for part in y.unsafe_chunk(2, -1):
+            part.mul_(2)
+        return self.third(torch.sin(y))
+
+
+class Behind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Written() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x.add_(1)
+        return x
+
+
+def gradients(make: Callable[[], nn.Module], kind: str, batch: Tensor, num_steps: int = 2) -> list[Tensor]:
+    """Of the parameters, and their values after the steps, under a seed."""
+    torch.manual_seed(0)
+    model = make()
+    engine, found = engine_of(model, kind, stage=2), list[Tensor]()
+    for _ in range(num_steps):
+        engine.backward(engine(batch).square().sum(), weight=100)
+        with engine.grads() as held:
+            found += [value.clone() for value in held.values()]
+        engine.step()
+    found += [value.clone() for value in engine.state_dict().values()] + [torch.get_rng_state()]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Behind, lambda: nn.Sequential(Attending(dropout=0.3), Attending(dropout=0.3)), lambda: nn.Sequential(Attending(), Attending())],
+    ids=["written to", "attention with dropout", "attention"],
+)
+def test_what_is_kept_never_changes_a_bit(make: Callable[[], nn.Module]) -> None:
+    batch = torch.randn(2, 4, 16 if make is Behind else 32, generator=torch.Generator().manual_seed(1))
+    plain = gradients(make, "none", batch)
+    for kind in KINDS:
+        assert all(torch.equal(one, other) for one, other in zip(gradients(make, kind, batch), plain, strict=True)), kind
+
+
+# ---- which blocks, and what becomes of the model -------------------------------------------------------------------------
+
+
+def recomputed(model: nn.Module, every: int = 1, units: list[str] | None = None) -> list[str]:
+    config = sb.ZeroConfig(stage=0, recompute=sb.Recompute(policy="full", every=every), units=units)
+    engine = sb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    chosen = [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    engine.close()
+    assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    return chosen
+
+
+def test_which_blocks() -> None:
+    assert recomputed(Decoder(depth=5)) == [f"blocks.{number}" for number in range(5)]
+    assert recomputed(Decoder(depth=5), every=2) == ["blocks.0", "blocks.2", "blocks.4"]
+    assert recomputed(ZOO["nested"].build()) == ["blocks.0", "blocks.1"]
+    inner = [f"blocks.{outer}.layers.{number}" for outer in range(2) for number in range(2)]
+    assert recomputed(ZOO["nested"].build(), units=["Outer", "Block"]) == inner
+    assert recomputed(Decoder(depth=3), units=["embedding", "blocks.1", "head"]) == ["blocks.1"]
+    assert recomputed(ZOO["huge_layer"].build(), units=["Block"]) == ["blocks.0"]
+    assert recomputed(ZOO["several_lists"].build(), every=3) == ["encoder.0", "decoder.1"]
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ZeroConfig\.recompute: the model has no repeated blocks.*units="):
+        recomputed(nn.Linear(2, 2))
+
+
+def test_a_block_that_changes_its_input_is_named() -> None:
+    class Changing(Feed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    for kind in KINDS:
+        engine = engine_of(nn.Sequential(Feed(), Feed(), Changing(), Changing()), kind)
+        with pytest.raises(UsageError, match=r"unit '2' changes an input in place.*x\.clone\(\)"):
+            engine(torch.ones(2, 64))
+        engine.close()
+
+
+def test_evaluation_recomputes_nothing() -> None:
+    engine = engine_of(feeds(), "full", stage=0)
+    with Counted() as graded:
+        engine(torch.ones(2, 64))
+    books = Books()
+    with engine.observe(books), Counted() as evaluated, torch.no_grad():
+        engine(torch.ones(2, 64))
+    assert not books.most[Account.ACTIVATION, Tier.DEVICE]
+    assert evaluated.ran["addmm"] == graded.ran["addmm"] == 12
+    engine.model.eval()  # the mode of the model is not that of the pass
+    with engine.observe(books), Counted() as trained:
+        engine.backward(engine(torch.ones(2, 64)).sum())
+    assert trained.ran["addmm"] == 12 + 6
+    engine.close()
+
+
+def test_copies_are_under_no_engine_and_the_engine_leaves_with_its_last_holder() -> None:
+    model, batch = feeds(3), torch.linspace(-1, 1, 128).view(2, 64)
+    expected = model(batch)
+    engine = engine_of(model, "full", stage=0)
+    twin = copy.deepcopy(model)
+    assert all("forward" in module.__dict__ for module in model)
+    with torch.no_grad():
+        twin[0].up.weight.zero_()  # a copy's forward is its own
+    assert not torch.equal(twin(batch), expected)
+    assert torch.equal(model(batch), expected)
+    del engine
+    gc.collect()
+    assert not any("forward" in module.__dict__ for module in model)
+
+
+def test_a_forward_of_ones_own_comes_back() -> None:
+    model = feeds(2)
+    mine = model[0].forward
+    model[0].forward = lambda x: mine(x) * 2
+    before = model[0].forward
+    engine = engine_of(model, "full", stage=0)
+    assert model[0].forward is not before
+    engine.close()
+    assert model[0].forward is before
+    assert "forward" not in model[1].__dict__

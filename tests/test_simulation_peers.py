@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.fsdp2_tracker import Llama, Setting, in_its_own_process
 from benchmarks.models import GPT, GPTConfig
-from shardbook.config import Precision, ZeroConfig
+from shardbook.config import Offload, Precision, Recompute, ZeroConfig
 from shardbook.errors import ConfigError
 from shardbook.ledger.measurement import Measurement
 from shardbook.ledger.memory import REAL
@@ -319,6 +319,8 @@ REFUSED = [
     (Fsdp2, ZeroConfig(precision=Precision.preset("2+2+4+8")), "ZeroConfig.precision.grad = 'bf16': allowed is 'fp32'"),
     (Fsdp2, ZeroConfig(precision=Precision(param="bf16", keep_param_shard=True)), "ZeroConfig.precision.keep_param_shard = True"),
     (Fsdp2, ZeroConfig(precision=Precision(keep={"norm*": "fp32"})), "ZeroConfig.precision.keep = {'norm*': 'fp32'}"),
+    (Fsdp2, ZeroConfig(recompute=Recompute(policy="full")), "ZeroConfig.recompute.policy = 'full'"),
+    (Fsdp2, ZeroConfig(offload=Offload(params="host")), "ZeroConfig.offload.params = 'host'"),
     (
         Ddp,
         ZeroConfig(stage=0, precision=Precision(param="bf16", reduce="bf16", grad="fp32")),

@@ -103,10 +103,6 @@ class _Block:
         copied = memo.get(id(self._module()))
         return self.original if self._before is not None or copied is None else types.MethodType(type(copied).forward, copied)
 
-    def __reduce__(self) -> Any:
-        """Nor is one that is saved and loaded, wherever that may be."""
-        return getattr, (self._module(), "forward")
-
 
 class _Call:
     """One forward of a block, which torch's checkpoint runs twice, the second time in backward (and again where a graph is retained)."""

@@ -155,6 +155,7 @@ class _Copier:
             self._pinned.remove(found)
             return found
         for host in [host for host in self._pinned if host.unit == unit]:  # all too small, and so they will be
+            self._stream.synchronize()
             self._pinned.remove(host)
             host.drop()
         return self._storage.away_buffer(Account.ACTIVATION, unit, nbytes, torch.uint8)

@@ -41,13 +41,14 @@ class _Choice:
 @cache
 def _kind_of(func: Any) -> tuple[str, int]:
     """``product``, ``attention`` or nothing, and where among its arguments attention's dropout stands."""
-    namespace, _, name = func._schema.name.partition("::")
-    if namespace != "aten" or func._schema.is_mutable:
+    schema = getattr(func, "_schema", None)  # operators of higher order have none
+    namespace, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
+    if schema is None or namespace != "aten" or schema.is_mutable:
         return "", 0
     if name in _PRODUCTS:
         return "product", 0
     if name.startswith(_ATTENTION) and not name.endswith("_backward"):
-        names = [argument.name for argument in func._schema.arguments]
+        names = [argument.name for argument in schema.arguments]
         return "attention", names.index("dropout_p") if "dropout_p" in names else len(names)
     return "", 0
 
@@ -55,12 +56,12 @@ def _kind_of(func: Any) -> tuple[str, int]:
 @cache
 def _written(func: Any) -> tuple[int | str, ...]:
     """Which arguments the operator writes to: numbers, or names of those that are given by name only."""
-    if not func._schema.is_mutable:
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
         return ()
-    arguments = enumerate(func._schema.arguments)
     return tuple(
         argument.name if argument.kwarg_only else number
-        for number, argument in arguments
+        for number, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
@@ -118,7 +119,8 @@ class Keeping(TorchDispatchMode):
             self._kept.add(func, result)
         for place in _written(func):
             # not by counts of writes alone: parts that unsafe_chunk makes count by themselves
-            for tensor in _tensors((args[place],) if isinstance(place, int) else ((kwargs or {}).get(place),)):
+            value = (kwargs or {}).get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            for tensor in _tensors(value):
                 self._kept.write_to(tensor)
         return result
 

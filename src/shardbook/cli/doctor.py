@@ -1,4 +1,4 @@
-"""``shardbook doctor``: what is here, whether two ranks can really talk, what is missing and how to get it."""
+"""``shardbook doctor``: what is here, whether two ranks can really talk, what is missing and how to get it, and rates."""
 
 import json as jsonlib
 import os
@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardbook import __version__
-from shardbook.errors import ShardbookError
+from shardbook.cli import calibration
+from shardbook.errors import ConfigError, ShardbookError
 
 _PACKAGES = {
     "torch": "pip install 'shardbook[train]'",
@@ -49,6 +50,7 @@ class Findings:
     backends: list[str] = field(default_factory=list[str])
     devices: list[str] = field(default_factory=list[str])
     checks: list[Check] = field(default_factory=list[Check])
+    surroundings: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def ok(self) -> bool:
@@ -56,9 +58,29 @@ class Findings:
         return all(check.ok for check in self.checks)
 
 
-def doctor(*, json: Annotated[bool, tyro.conf.arg(help="print the findings as JSON"), tyro.conf.FlagCreatePairsOff] = False) -> int:
-    """Versions, devices, a real gather and reduction between two ranks, what is missing and how to get it."""
+def _option(text: str, metavar: str) -> Any:
+    return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
+
+
+def doctor(
+    *,
+    json: Annotated[bool, tyro.conf.arg(help="print the findings as JSON"), tyro.conf.FlagCreatePairsOff] = False,
+    calibrate: Annotated[
+        bool, tyro.conf.arg(help="measure what this machine does in a second, for forecasts of time"), tyro.conf.FlagCreatePairsOff
+    ] = False,
+    ranks: Annotated[str | None, _option("with --calibrate: processes at once (default: one a device, two on a CPU)", "N")] = None,
+    path: Annotated[Path | None, _option("with --calibrate: a folder on the disk of offload (default: the current one)", "FOLDER")] = None,
+    output: Annotated[Path | None, _option("with --calibrate: the document (default: in the user's cache)", "FILE")] = None,
+) -> int:
+    """Versions, devices, a real gather and reduction between two ranks, what is missing and how to get it; with --calibrate, rates."""
+    for name, given in (("--ranks", ranks), ("--path", path), ("--output", output)):
+        if given is not None and not calibrate:
+            raise ConfigError(f"{name} {given}: allowed is it with --calibrate; add that")
     findings = examine()
+    machine = calibration.known()
+    if calibrate and findings.ok:
+        machine = calibration.calibrate(ranks=ranks, output=output, path=path)
+    findings.surroundings.update(calibration.surroundings(machine))
     if json:
         print(jsonlib.dumps({**asdict(findings), "ok": findings.ok}, indent=2))
     else:
@@ -151,6 +173,8 @@ def _show(findings: Findings) -> None:
             table.add_row(name, f"{count:,} bytes ({count / 2**30:.1f} GiB)")
     table.add_row("backends", ", ".join(findings.backends) or "none")
     table.add_row("devices", "\n".join(findings.devices) or "unknown without torch")
+    for name, found in findings.surroundings.items():
+        table.add_row(name, escape(found))
     console.print(table)
     for check in findings.checks:
         console.print(f"{'[green]ok[/]' if check.ok else '[red]no[/]'} [bold]{check.name}[/] {escape(check.found)}")

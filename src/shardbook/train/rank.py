@@ -113,7 +113,8 @@ def watch_parent() -> None:
 
 
 def run_job(job: Mapping[str, Any]) -> Any:
-    """One rank's part in a job: ``{"task": "train", "recipe": ..., "json": ...}``, ``{"task": "probe"}``, or ``{"task": "record", ...}``.
+    """One rank's part in a job: ``{"task": "train", "recipe": ..., "json": ...}``, ``{"task": "probe"}``,
+    ``{"task": "calibrate", "device": ..., "path": ...}``, or ``{"task": "record", ...}``.
 
     Plain data comes back.
     """
@@ -121,6 +122,10 @@ def run_job(job: Mapping[str, Any]) -> Any:
         from shardbook.train.probe import probe
 
         return probe()
+    if job["task"] == "calibrate":
+        from shardbook.train.calibration.run import calibrate
+
+        return calibrate(job)
     if job["task"] == "record":
         from shardbook.train.recorded import record_request
 

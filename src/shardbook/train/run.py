@@ -11,6 +11,7 @@ from shardbook.document import RunDocument, write_atomically
 from shardbook.train.devices import choose_device, process_group
 from shardbook.train.keeping import Keeping, asked_to_end
 from shardbook.train.loop import open_training
+from shardbook.train.near import bind
 from shardbook.train.recipe import Recipe, Sourced, build_recipe
 from shardbook.train.settings import RUN_FILE
 from shardbook.train.terminal import EngineWords, Reporter
@@ -27,10 +28,11 @@ def run_request(request: Mapping[str, Mapping[str, Any]], *, as_json: bool) -> i
 def run(recipe: Recipe, world: World, *, as_json: bool) -> int:
     """Trains as the recipe says. The exit code: 0, or 1 if the plain loop disagreed."""
     device = choose_device(recipe.run.device, world)
+    binding = bind(world, device)
     reporter = Reporter(recipe, as_json=as_json, silent=world.rank != 0)
     logging.getLogger("shardbook").addHandler(EngineWords(reporter))
     with process_group(world, device) as backend, open_training(recipe, world, device) as training:
-        ranks = f"{world.num_ranks} on {device.type}, backend {backend}, started by {world.started_by}"
+        ranks = f"{world.num_ranks} on {device.type}, backend {backend}, started by {world.started_by}; {binding}"
         reporter.begin({"data": training.text.describe(), "ranks": ranks, "engine": _summary(training.engine.describe())})
         keeping = Keeping(training)
         done = keeping.resume()

@@ -1,0 +1,88 @@
+"""What a call costs beside its work: of an operator under autograd, and of a unit in the engine."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardbook.config import ZeroConfig
+from shardbook.engine.engine import Engine
+from shardbook.train.calibration.clock import Clock
+
+_OPERATORS, _WIDTH = 64, 8
+_FEW, _MANY = 4, 20
+_WARM_STEPS, _STEPS = 8, 25
+
+
+def operators(clock: Clock) -> Mapping[str, float]:
+    """Seconds of one operator on next to nothing, with the node that autograd keeps of it, and of that node's backward."""
+    x = torch.ones(_WIDTH, device=clock.device, requires_grad=True)
+    scale = torch.ones(_WIDTH, device=clock.device)
+
+    def forward() -> Tensor:
+        value: Tensor = x
+        for _ in range(_OPERATORS):
+            value = value * scale
+        return value.sum()
+
+    both = clock.median(lambda: torch.autograd.grad(forward(), x))
+    alone = clock.median(forward)
+    one, other = clock.mean([alone / _OPERATORS, (both - alone) / _OPERATORS])
+    return {"operator.forward": one, "operator.backward": max(other, one / 10)}
+
+
+class _Tiny(nn.Module):
+    """Blocks with next to nothing in them: what they cost an engine is the engine's."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first * self.second
+
+
+def units(clock: Clock) -> Mapping[str, float]:
+    """Seconds of a unit of the engine in forward, in backward and in the step, where it is gathered and where it stays."""
+    found: dict[str, float] = {}
+    stages: tuple[tuple[str, Literal[1, 3]], ...] = (("stay", 1), ("gathered", 3))
+    for name, stage in stages:
+        few, many = (_phases(clock, stage, blocks) for blocks in (_FEW, _MANY))
+        for phase, of_many, of_few in zip(("forward", "backward", "step"), many, few, strict=True):
+            found[f"unit.{phase}.{name}"] = max(1e-6, (of_many - of_few) / (_MANY - _FEW))
+    return dict(zip(found, clock.mean(list(found.values())), strict=True))
+
+
+def _phases(clock: Clock, stage: Literal[1, 3], blocks: int) -> list[float]:
+    """Median seconds of forward, backward and step."""
+    model = _Tiny(blocks).to(clock.device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    config = ZeroConfig(stage=stage, units=[_Block])
+    engine = Engine(model, optimizer, config)
+    x = torch.ones(64, device=clock.device, requires_grad=True)
+    times: list[list[float]] = [[], [], []]
+    for _ in range(_WARM_STEPS + _STEPS):
+        loss: list[Tensor] = []
+        work: tuple[Callable[[], Any], ...] = (
+            lambda loss=loss: loss.append(engine(x)),
+            lambda loss=loss: engine.backward(loss.pop()),
+            engine.step,
+        )
+        clock.meet()
+        for kept, one in zip(times, work, strict=True):
+            kept.append(clock.once(one))
+    engine.close()
+    return [statistics.median(kept[_WARM_STEPS:]) for kept in times]

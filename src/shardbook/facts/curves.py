@@ -2,7 +2,7 @@
 
 A :class:`Curve` has a value at each point of a grid. Between them the logarithm of the seconds is linear in the logarithms of the
 sizes, so that a constant rate is met exactly, and so is any power. Above the grid the rate stays what it was at its edge; below it
-the last slope goes on, since that is where the fixed cost of a call shows.
+the last slope goes on, since that is where the fixed cost of a call shows. A single point stands for a constant rate.
 
 >>> curve = Curve(what="copy", dtype="", axes=((1024, 4096),), seconds=(1e-6, 2e-6))
 >>> curve.at(2048), curve.at(40960)  # half way, and ten times the upper edge
@@ -57,7 +57,7 @@ class Curve:
         powers = self.powers or (1.0,) * len(self.axes)
         above, weights = 0.0, list[tuple[tuple[int, float], ...]]()
         for axis, size, power in zip(self.axes, sizes, powers, strict=True):
-            inside = min(size, axis[-1])
+            inside = float(axis[0]) if len(axis) == 1 else min(size, axis[-1])
             above += power * math.log(size / inside)
             weights.append(_weights(axis, inside))
         total = above

@@ -1,6 +1,6 @@
 """What this machine does in a second, measured on all ranks at once: ``shardbook doctor --calibrate``.
 
-clock      one measurement: all ranks begin together, and the median counts
+clock      one measurement: all ranks begin together, and each takes its first quartile
 compute    products, passes, attention, loss, embedding, optimizers
 links      between ranks, and between device and host
 disk       direct I/O

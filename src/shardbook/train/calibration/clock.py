@@ -1,4 +1,7 @@
-"""One measurement: all ranks begin together, repeat it for a while, and each takes its median."""
+"""One measurement: all ranks begin together, repeat it for a while, and each takes its first quartile.
+
+Whatever disturbs a measurement adds to it, and never takes away: pages that are touched for the first time, other processes, interrupts.
+"""
 
 import statistics
 import time
@@ -16,7 +19,7 @@ Make = Callable[..., Work]
 """Sizes of one point to what is to be timed."""
 
 USUAL_SECONDS = 0.03
-_FEWEST = 5
+_WARM, _FEWEST = 2, 7
 
 
 class Clock:
@@ -31,7 +34,7 @@ class Clock:
         seconds: float = USUAL_SECONDS,
     ) -> None:  # fmt: skip
         """Measure at every point of a grid, and keep the curve."""
-        found = [self.median(make(*sizes), seconds) for sizes in product(*axes)]
+        found = [self.usual(make(*sizes), seconds) for sizes in product(*axes)]
         self.keep(what, dtype, axes, found, powers)
 
     def keep(self, what: str, dtype: str, axes: Sequence[Sequence[int]], found: Sequence[float], powers: Sequence[float] | None) -> None:
@@ -46,15 +49,16 @@ class Clock:
             )
         )
 
-    def median(self, work: Work, seconds: float = USUAL_SECONDS) -> float:
+    def usual(self, work: Work, seconds: float = USUAL_SECONDS) -> float:
         """Seconds of one call, on this rank, while the others do the same."""
-        work()
+        for _ in range(_WARM):
+            work()
         self.meet()
         times: list[float] = []
         end = time.perf_counter() + seconds
         while len(times) < _FEWEST or time.perf_counter() < end:
             times.append(self.once(work))
-        return statistics.median(times)
+        return _quartile(times)
 
     def together(self, work: Work, rounds: int) -> float:
         """The same for work that the ranks do with each other: all must do it equally often."""
@@ -63,7 +67,7 @@ class Clock:
         for _ in range(rounds):
             self.meet()
             times.append(self.once(work))
-        return statistics.median(times)
+        return _quartile(times)
 
     def once(self, work: Work) -> float:
         """Seconds of one call."""
@@ -89,3 +93,7 @@ class Clock:
         total = torch.tensor(list(found), dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return (total / dist.get_world_size()).tolist()
+
+
+def _quartile(times: Sequence[float]) -> float:
+    return statistics.quantiles(times, n=4, method="inclusive")[0]

@@ -89,9 +89,9 @@ def attention(clock: Clock, name: str, dtype: torch.dtype) -> None:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
             gradient = torch.randn_like(out)
             work: Work = lambda q=query, k=key, v=value: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
-            forward.append(clock.median(work) / _HEADS)
+            forward.append(clock.usual(work) / _HEADS)
             back: Work = lambda o=out, g=gradient, q=query, k=key, v=value: torch.autograd.grad(o, (q, k, v), g, retain_graph=True)  # noqa: E731
-            backward.append(clock.median(back) / _HEADS)
+            backward.append(clock.usual(back) / _HEADS)
     clock.keep("attention.forward", name, axes, forward, powers)
     clock.keep("attention.backward", name, axes, backward, powers)
 
@@ -106,8 +106,8 @@ def loss(clock: Clock) -> None:
             logits = torch.randn(rows, vocabulary, device=clock.device, requires_grad=True)
             targets = torch.randint(vocabulary, (rows,), device=clock.device)
             out = F.cross_entropy(logits, targets, reduction="sum")
-            forward.append(clock.median(lambda x=logits, y=targets: F.cross_entropy(x, y, reduction="sum")))
-            backward.append(clock.median(lambda o=out, x=logits: torch.autograd.grad(o, x, retain_graph=True)))
+            forward.append(clock.usual(lambda x=logits, y=targets: F.cross_entropy(x, y, reduction="sum")))
+            backward.append(clock.usual(lambda o=out, x=logits: torch.autograd.grad(o, x, retain_graph=True)))
     clock.keep("loss.forward", "fp32", axes, forward, None)
     clock.keep("loss.backward", "fp32", axes, backward, None)
 
@@ -123,8 +123,8 @@ def embedding(clock: Clock) -> None:
             numbers = torch.randint(vocabulary, (rows,), device=clock.device)
             out = F.embedding(numbers, table)
             gradient = torch.randn_like(out)
-            forward.append(clock.median(lambda n=numbers, t=table: F.embedding(n, t)))
-            backward.append(clock.median(lambda o=out, t=table, g=gradient: torch.autograd.grad(o, t, g, retain_graph=True)))
+            forward.append(clock.usual(lambda n=numbers, t=table: F.embedding(n, t)))
+            backward.append(clock.usual(lambda o=out, t=table, g=gradient: torch.autograd.grad(o, t, g, retain_graph=True)))
     clock.keep("embedding.forward", "fp32", axes, forward, None)
     clock.keep("embedding.backward", "fp32", axes, backward, None)
 

@@ -27,8 +27,8 @@ def operators(clock: Clock) -> Mapping[str, float]:
             value = value * scale
         return value.sum()
 
-    both = clock.median(lambda: torch.autograd.grad(forward(), x))
-    alone = clock.median(forward)
+    both = clock.usual(lambda: torch.autograd.grad(forward(), x))
+    alone = clock.usual(forward)
     one, other = clock.mean([alone / _OPERATORS, (both - alone) / _OPERATORS])
     return {"operator.forward": one, "operator.backward": max(other, one / 10)}
 
@@ -67,7 +67,7 @@ def units(clock: Clock) -> Mapping[str, float]:
 
 
 def _phases(clock: Clock, stage: Literal[1, 3], blocks: int) -> list[float]:
-    """Median seconds of forward, backward and step."""
+    """Seconds of forward, backward and step."""
     model = _Tiny(blocks).to(clock.device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     config = ZeroConfig(stage=stage, units=[_Block])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardbook.facts.machine import Machine
+from shardbook.tiers.memory import keep_freed_memory
 from shardbook.train.calibration import compute, disk, links, overhead
 from shardbook.train.calibration.clock import Clock
 from shardbook.train.devices import choose_device
@@ -29,6 +30,8 @@ def calibrate(job: Mapping[str, Any]) -> str:
     bind(world, device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
+    if device.type == "cpu":
+        keep_freed_memory()  # as engines do: without, each large result would be timed with the clearing of new pages
     clock = Clock(device)
     notes: list[str] = []
     numbers = dict(overhead.operators(clock))

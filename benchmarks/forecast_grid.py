@@ -12,9 +12,11 @@ batch, and which optimizer steps.
 import argparse
 import gc
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,6 +36,13 @@ ACCOUNT_BOUND, ACCOUNT_FLOOR = 0.03, MIB
 NUM_MEASURED = 2
 NUM_ITEMS = 40
 
+RECOMPUTES = {
+    "none": sb.Recompute(),
+    "full": sb.Recompute(policy="full"),
+    "every 2": sb.Recompute(policy="full", every=2),
+    "selective": sb.Recompute(policy="selective"),
+    "offload": sb.Recompute(policy="full", offload=True),
+}
 Kernel = Literal["fused", "foreach", "for-loop"]
 Optimizer = Literal["adamw", "sgd", "sgd-momentum"]
 
@@ -52,10 +61,19 @@ class Point:
     clip: bool = False
     optimizer: Optimizer = "adamw"
     kernel: Kernel = "fused"
+    optimizer_on: Literal["none", "host", "disk"] = "none"
+    params_on: Literal["none", "host"] = "none"
+    recompute: str = "none"
+    """``full``, ``selective``, ``every 2``, or ``offload``: full, and inputs rest on the host."""
+    folder: str = ""
+    """Of an optimizer on a disk; empty: the temporary one."""
 
     @property
     def config(self) -> sb.ZeroConfig:
+        path = Path(self.folder or tempfile.gettempdir()) if self.optimizer_on == "disk" else None
         return sb.ZeroConfig(
+            offload=sb.Offload(optimizer=self.optimizer_on, params=self.params_on, path=path),
+            recompute=RECOMPUTES[self.recompute],
             stage=self.stage,  # pyright: ignore[reportArgumentType]
             precision=sb.Precision.preset(self.precision),
             accumulate=self.accumulate,
@@ -70,13 +88,16 @@ class Point:
     def __str__(self) -> str:
         batch = f"{self.accumulate} × {self.micro_batch} × {self.sequence}"
         stepped = f"{self.kernel} {self.optimizer}" + (", clipped" if self.clip else "")
-        return f"{self.shape}, stage {self.stage}, {self.precision}, {batch}, {self.ranks} ranks, {stepped}"
+        away = [f"{what} on {where}" for what, where in (("optimizer", self.optimizer_on), ("params", self.params_on)) if where != "none"]
+        away += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        return ", ".join([f"{self.shape}, stage {self.stage}, {self.precision}, {batch}, {self.ranks} ranks, {stepped}", *away])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """One rank when its allocator held most. ``phases``: the highest instant of each phase of that step; ``sent``: bytes in a step,
-    without the few by which ranks agree on it."""
+    without the few by which ranks agree on it. ``between``: tier to account to bytes between steps; ``host``: account to bytes of the
+    host's memory when that held most; ``moved``: link to bytes in a step; ``overstated``: bytes of the books without memory at the peak."""
 
     allocated: int
     books: Mapping[str, int]
@@ -87,6 +108,10 @@ class Measured:
     rank: int = 0
     phases: tuple[PhasePeak, ...] = ()
     sent: int = 0
+    between: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+    host: Mapping[str, int] = field(default_factory=dict[str, int])
+    moved: Mapping[str, int] = field(default_factory=dict[str, int])
+    overstated: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +303,11 @@ class _Training:
                 self._step()
         heights = run.heights()
         self._settle()
-        mine = next(one for one in run.document().reconciliations if one.rank == _rank())
+        document = run.document()
+        mine = next(one for one in document.reconciliations if one.rank == _rank())
+        ledger = sb.Ledger(self.engine)
+        between = {memory: held for memory in ("device", "host", "disk") if (held := ledger.held(memory))}
+        ledger.close()
         return Measured(
             allocated=mine.allocated,
             books=dict(mine.books),
@@ -289,6 +318,10 @@ class _Training:
             rank=mine.rank,
             phases=tuple(PhasePeak(phase=one.phase, where=one.unit, accounts=dict(one.books)) for one in heights),
             sent=self._sent // num_steps,
+            between=between,
+            host=next((one.accounts for one in document.tiers if (one.rank, one.tier) == (_rank(), "host")), {}),
+            moved={one.link: one.nbytes // num_steps for one in document.moved if one.rank == _rank()},
+            overstated=mine.overstated,
         )
 
     def _step(self) -> None:

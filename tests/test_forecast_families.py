@@ -47,10 +47,28 @@ def test_what_is_offloaded_is_on_the_host():
     kept = asked("gpt2")
     config = sb.ZeroConfig(precision=BF16, offload=sb.Offload(optimizer="host"))
     told = sb.forecast("gpt2", config, ranks=4, micro_batch=2, sequence=256)
-    moved = {account: kept.accounts[account] for account in (Account.MASTER, Account.MOMENT)}
-    assert told.host == moved
-    assert told.peak_allocated == kept.peak_allocated - sum(moved.values())
-    assert "staging buffers of offload" in told.not_modelled
+    state = {account: kept.accounts[account] for account in (Account.MASTER, Account.MOMENT)}
+    assert {account: told.host[account] for account in state} == told.between["host"] == state
+    assert Account.MASTER not in told.accounts
+    assert Account.MOMENT not in told.accounts
+    assert told.peak_allocated == kept.peak_allocated - sum(state.values())
+    assert told.host[Account.GRAD] == state[Account.MASTER]  # both in fp32
+    assert told.moved == {"device to host": told.host[Account.GRAD], "host to device": state[Account.MASTER]}  # in bf16, twice
+    assert "staging buffers of offload" not in told.not_modelled
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_number_of_parameters_is_offloaded_as_well(stage, place, tmp_path):
+    path = tmp_path if place == "disk" else None
+    config = sb.ZeroConfig(stage=stage, precision=BF16, offload=sb.Offload(optimizer=place, path=path))
+    told = sb.forecast(8e9, config, ranks=4)
+    share = 2 * 10**9
+    param = 2 * share if place == "disk" else 0  # a master on a disk is no source of gathers
+    assert told.between["device"] == ({"PARAM": 16 * 10**9} if stage < 3 else {"PARAM": param} if param else {})
+    assert told.between[place] == {"MASTER": 4 * share, "MOMENT": 8 * share}
+    assert told.host == {**(told.between["host"] if place == "host" else {}), "GRAD": 4 * share}
+    assert told.persistent == sum(told.between["device"].values())
 
 
 def test_megatron_holds_its_state_from_the_beginning_of_a_step_to_its_end():

@@ -53,7 +53,7 @@ class FlatForm:
     param_nbytes: int
     grad_nbytes: int  # reduced, waiting for the step
     wire_nbytes: int  # unreduced, and as it is received
-    master_nbytes: int  # 0 where the parameters are their own master
+    master_nbytes: int  # 0 where the parameters are their own master; an optimizer that is offloaded always has a copy of its own
 
     @property
     def stepped_nbytes(self) -> int:
@@ -107,7 +107,8 @@ def _gradient_types(flat: FlatFacts, config: ZeroConfig, group: GroupFacts) -> t
     if adds_locally(config):
         wire = _wider(reduce, grad)
     master = precision.master or ""
-    return grad, wire, master if DTYPE_NBYTES.get(master, 0) > DTYPE_NBYTES[flat.param] else ""
+    own = flat.param if config.offload.optimizer != "none" else ""
+    return grad, wire, master if DTYPE_NBYTES.get(master, 0) > DTYPE_NBYTES[flat.param] else own
 
 
 def _wider(one: str, other: str) -> str:

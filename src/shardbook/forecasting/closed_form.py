@@ -8,6 +8,8 @@ gradients, of the master (0: there is none) and of the unreduced gradients. Σ r
     reduction to step        GRAD                       equal
     highest within a step    GATHERED, GRAD_FULL, COMM  never below what the engine books; each says when it is equal
 
+Each is of one tier, the device where none is said; what rests elsewhere is offloaded (docs/tiers.md), and :func:`elsewhere` has it.
+
 What is partitioned is the ZeRO paper's (Rajbhandari et al. 2020, section 5: optimizer state from stage 1 on, gradients from 2,
 parameters at 3); alignment, padding and types are shardbook's own (docs/accounts.md). A GPT's block of 12·h² elements and its
 biases and norms, on the last of 8 ranks:
@@ -28,10 +30,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardbook.accounts import Account
+from shardbook.accounts import Account, Tier
 from shardbook.checks import Check
 from shardbook.config import ZeroConfig
+from shardbook.forecasting import disk
 from shardbook.forecasting.buffers import FlatForm, adds_locally, flat_form
+from shardbook.forecasting.homes import homes, keeps_shard
 from shardbook.structure import Orders, Structure, UnitFacts
 
 
@@ -93,27 +97,60 @@ def closed_form(structure: Structure, config: ZeroConfig, moments: Moments = OPT
     }
 
 
+def elsewhere(structure: Structure, config: ZeroConfig, moments: Moments = OPTIMIZERS["adamw"]) -> Mapping[str, Mapping[str, int]]:
+    """Tier to account to bytes on this rank outside of the device: ``host`` (pinned or not) and ``disk``, accounts that hold something.
+
+    ``GRAD`` and ``WORKSPACE`` are their highest within a step; a disk's slots are there between steps as well (:func:`workspace`).
+
+    >>> from shardbook.config import Offload
+    >>> from shardbook.structure import FlatFacts, GroupFacts
+    >>> model = Structure.of_equal_units(FlatFacts(numels=(1000,)), GroupFacts(num_ranks=4))
+    >>> elsewhere(model, ZeroConfig(stage=2, offload=Offload(optimizer="host")))
+    {'host': {'MASTER': 1024, 'MOMENT': 2052, 'GRAD': 1024, 'WORKSPACE': 2097152}}
+    """
+    found: dict[str, Mapping[str, int]] = {}
+    for tier in (Tier.HOST, Tier.DISK):
+        held = {account: amount.nbytes for account, amount in _persistent(structure, config, moments, tier).items()}
+        held[Account.WORKSPACE.value] = workspace(structure, config, moments) if tier is Tier.HOST else 0
+        if any(held.values()):
+            found[tier.value] = {account: nbytes for account, nbytes in held.items() if nbytes}
+    return found
+
+
+def between(structure: Structure, config: ZeroConfig, moments: Moments = OPTIMIZERS["adamw"]) -> Mapping[str, Mapping[str, int]]:
+    """Tier to account to bytes between steps, from the second step on; accounts that hold something."""
+    found: dict[str, dict[str, int]] = {}
+    for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK):
+        held = {account: amount.nbytes for account, amount in _persistent(structure, config, moments, tier).items()}
+        held[Account.GRAD.value] = 0
+        held[Account.WORKSPACE.value] = slots(structure, config, moments) if tier is Tier.HOST else 0
+        if any(held.values()):
+            found[tier.value] = {account: nbytes for account, nbytes in held.items() if nbytes}
+    return found
+
+
 def padding(structure: Structure, config: ZeroConfig) -> Mapping[str, int]:
     """The bytes of the persistent accounts and of GRAD that are padding; a shard that ends a buffer may be all padding."""
     return {account: amount.padding for account, amount in _persistent(structure, config, OPTIMIZERS["sgd"]).items()}
 
 
-def _persistent(structure: Structure, config: ZeroConfig, moments: Moments) -> dict[str, Amount]:
+def _persistent(structure: Structure, config: ZeroConfig, moments: Moments, tier: Tier = Tier.DEVICE) -> dict[str, Amount]:
     return {
-        Account.PARAM.value: param(structure, config),
-        Account.MASTER.value: master(structure, config),
-        Account.MOMENT.value: moment(structure, config, moments),
-        Account.GRAD.value: grad(structure, config),
+        Account.PARAM.value: param(structure, config, tier),
+        Account.MASTER.value: master(structure, config, tier),
+        Account.MOMENT.value: moment(structure, config, moments, tier),
+        Account.GRAD.value: grad(structure, config, tier),
     }
 
 
 # ---- between steps ---------------------------------------------------------------------------------------------------------
 
 
-def param(structure: Structure, config: ZeroConfig) -> Amount:
+def param(structure: Structure, config: ZeroConfig, tier: Tier = Tier.DEVICE) -> Amount:
     """PARAM: Σ L·p bytes at stages 0 to 2; at stage 3 Σ s·p over the buffers without a master, or over all with ``keep_param_shard``.
 
-    At stage 3 a buffer with a master rests in it, and is cast at each gather.
+    At stage 3 a buffer with a master rests in it, and is cast at each gather. Offloaded, a shard lies on the host; a master on a disk
+    is no source of gathers, so that all buffers have a shard, and parameters that are offloaded alone rest on the host beside their master.
 
     >>> from shardbook.structure import FlatFacts, GroupFacts
     >>> model = Structure.of_equal_units(FlatFacts(numels=(1000,)), GroupFacts(num_ranks=4))
@@ -124,13 +161,16 @@ def param(structure: Structure, config: ZeroConfig) -> Amount:
     """
     forms = _forms(structure, config)
     if config.stage < 3:
-        return _added(_full(form, form.param_nbytes) for form in forms)
-    keeps_all = config.precision.keep_param_shard
-    return _added(_shard(form, form.param_nbytes) for form in forms if keeps_all or not form.master_nbytes)
+        return _added(_full(form, form.param_nbytes) for form in forms) if tier is Tier.DEVICE else Amount(0, 0)
+    if tier is not homes(config).param:
+        return Amount(0, 0)
+    return _added(_shard(form, form.param_nbytes) for form in forms if keeps_shard(form, config))
 
 
-def master(structure: Structure, config: ZeroConfig) -> Amount:
+def master(structure: Structure, config: ZeroConfig, tier: Tier = Tier.DEVICE) -> Amount:
     """MASTER: Σ L·m bytes at stage 0, Σ s·m from stage 1 on, over the trained buffers whose type is narrower than ``Precision.master``.
+
+    An offloaded optimizer steps on a copy of its own of every trained buffer, in the type of the parameters where there is no other.
 
     >>> from shardbook.config import Precision
     >>> from shardbook.structure import FlatFacts, GroupFacts
@@ -138,12 +178,18 @@ def master(structure: Structure, config: ZeroConfig) -> Amount:
     >>> master(model, ZeroConfig(stage=1, precision=Precision.preset("bf16")))
     Amount(nbytes=1024, padding=0)
     """
+    if tier is not homes(config).master:
+        return Amount(0, 0)
     size = _shard if config.stage else _full
     return _added(size(form, form.master_nbytes) for form in _forms(structure, config))
 
 
-def moment(structure: Structure, config: ZeroConfig, moments: Moments = OPTIMIZERS["adamw"]) -> Amount:
+def moment(
+    structure: Structure, config: ZeroConfig, moments: Moments = OPTIMIZERS["adamw"], tier: Tier = Tier.DEVICE
+) -> Amount:  # fmt: skip
     """MOMENT: Σ over pieces of k·e·(m or p) + c bytes, for k moments of the e elements of a piece and c bytes beside them.
+
+    On a disk whole shards have room, padding too, and pieces are cut where chunks end; what is kept once for a piece stays on the host.
 
     Pieces are whole parameters at stage 0 and the parts of parameters in this rank's shards from stage 1 on; padding has no moments,
     so a rank whose shard ends in padding holds less. A parameter that has never had a gradient has no moments either, and is counted
@@ -154,6 +200,14 @@ def moment(structure: Structure, config: ZeroConfig, moments: Moments = OPTIMIZE
     >>> moment(model, ZeroConfig(stage=1))  # 232 elements: 2 · 4 · 232 + 4
     Amount(nbytes=1860, padding=0)
     """
+    where = homes(config).moment
+    if where is Tier.DISK and tier is not Tier.DEVICE:
+        if tier is Tier.HOST:
+            return Amount(_plan(structure, config, moments).num_pieces * moments.per_piece_nbytes, 0)
+        trained = [form for form in _forms(structure, config) if form.trainable]
+        return _added(_shard(form, moments.per_element * form.stepped_nbytes + moments.quantised_nbytes) for form in trained)
+    if tier is not where:
+        return Amount(0, 0)
     nbytes = sum(
         (moments.per_element * form.stepped_nbytes + moments.quantised_nbytes) * numel + moments.per_piece_nbytes
         for form in _forms(structure, config)
@@ -162,8 +216,10 @@ def moment(structure: Structure, config: ZeroConfig, moments: Moments = OPTIMIZE
     return Amount(nbytes, 0)
 
 
-def grad(structure: Structure, config: ZeroConfig) -> Amount:
+def grad(structure: Structure, config: ZeroConfig, tier: Tier = Tier.DEVICE) -> Amount:
     """GRAD, from the last reduction to the step: Σ L·g bytes at stages 0 and 1, Σ s·g at 2 and 3, over the trained buffers.
+
+    Where the optimizer is offloaded, Σ s·g on the host, and on the device the one buffer that is on its way there: its largest s·g.
 
     >>> from shardbook.structure import FlatFacts, GroupFacts
     >>> model = Structure.of_equal_units(FlatFacts(numels=(1000,)), GroupFacts(num_ranks=4))
@@ -171,7 +227,43 @@ def grad(structure: Structure, config: ZeroConfig) -> Amount:
     Amount(nbytes=4096, padding=96)
     """
     size = _full if config.stage < 2 else _shard
-    return _added(size(form, form.grad_nbytes) for form in _forms(structure, config))
+    if homes(config).grad is Tier.HOST:
+        shards = [_shard(form, form.grad_nbytes) for form in _forms(structure, config)]
+        if tier is Tier.DEVICE:
+            return Amount(max((one.nbytes for one in shards), default=0), max((one.padding for one in shards), default=0))
+        return _added(shards) if tier is Tier.HOST else Amount(0, 0)
+    return _added(size(form, form.grad_nbytes) for form in _forms(structure, config)) if tier is Tier.DEVICE else Amount(0, 0)
+
+
+def slots(structure: Structure, config: ZeroConfig, moments: Moments = OPTIMIZERS["adamw"]) -> int:
+    """Host memory that a disk's chunks come through, and what stands for a piece that is away: one element of each type of master."""
+    if homes(config).master is not Tier.DISK:
+        return 0
+    widths = {form.stepped_nbytes for form in _forms(structure, config) if form.trainable and form.shard_numel}
+    return _plan(structure, config, moments).nbytes + sum(widths)
+
+
+def workspace(structure: Structure, config: ZeroConfig, moments: Moments = OPTIMIZERS["adamw"]) -> int:
+    """WORKSPACE on the host at its highest: slots, and where the optimizer steps there, the larger of the norm's squares and of the
+    gradients in the type of what is stepped on, a buffer (or a chunk) at a time. Temporaries of an optimizer that is not fused come on top.
+    """
+    if homes(config).steps is not Tier.HOST:
+        return 0
+    longest = _plan(structure, config, moments).longest if homes(config).master is Tier.DISK else None
+    casts = [
+        (form.shard_numel if longest is None else min(longest, form.shard_numel)) * form.stepped_nbytes
+        for form in _forms(structure, config)
+        if form.trainable and form.stepped_nbytes != form.grad_nbytes
+    ]
+    return slots(structure, config, moments) + max([8 * BLOCK_NUMEL, *casts])
+
+
+BLOCK_NUMEL = 1 << 18
+"""Elements of the fp64 scratch in which squares are added up at the step."""
+
+
+def _plan(structure: Structure, config: ZeroConfig, moments: Moments) -> disk.Plan:
+    return disk.plan(structure, config, moments.per_element, moments.quantised_nbytes)
 
 
 # ---- within a step ---------------------------------------------------------------------------------------------------------

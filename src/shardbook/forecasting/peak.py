@@ -29,7 +29,8 @@ NUM_BYTES_OF_A_TOKEN = 16
 class Peak:
     """The highest instant. ``loss``: account to bytes of the logits and what follows them, live then; ``phase`` is "" without a walk.
 
-    ``pooled``: the highest totals of all pools of a caching allocator together, reached at different instants.
+    ``host``: account to bytes of the host's memory when that held most. ``pooled``: the highest totals of all pools of a caching
+    allocator together, reached at different instants.
     """
 
     accounts: Mapping[str, int]
@@ -38,6 +39,7 @@ class Peak:
     phases: tuple[PhasePeak, ...] = ()
     loss: Mapping[str, int] = field(default_factory=dict[str, int])
     saved: Mapping[str, int] = field(default_factory=dict[str, int])
+    host: Mapping[str, int] = field(default_factory=dict[str, int])
     pooled: int = 0
 
     @property
@@ -49,7 +51,7 @@ def peak_of(question: Question, state: State) -> Peak:
     """The peak of a step after the first, and of each phase."""
     placement = state.placement
     if question.micro_batch is None or placement is None or not placement.weights:
-        return Peak(accounts=state.accounts)
+        return Peak(accounts=state.accounts, host=state.host)
     tape = _walked(question, state, steady=True)
     found = _by_phase(_on_device(question, tape.peaks()))
     first = [replace(peak, first=True) for peak in _by_phase(_on_device(question, _walked(question, state, steady=False).peaks()))]
@@ -62,6 +64,7 @@ def peak_of(question: Question, state: State) -> Peak:
         phases=(*found, *first),
         loss=_loss(live),
         saved=_saved(live),
+        host=tape.host or state.host,
         pooled=sum(tape.pools().values()),
     )
 
@@ -165,7 +168,7 @@ class _Selective:
 def _on_device(question: Question, peaks: list[PhasePeak]) -> list[PhasePeak]:
     """Without what is offloaded, which an engine holds from the beginning of a step to its end."""
     gone = away(question)
-    if not gone:
+    if not gone or question.engine == "shardbook":  # whose walk keeps the tiers apart by itself
         return peaks
     kept = [{account: nbytes for account, nbytes in peak.accounts.items() if account not in gone} for peak in peaks]
     return [replace(peak, accounts=accounts) for peak, accounts in zip(peaks, kept, strict=True)]

@@ -133,7 +133,10 @@ class Forecast:
         peak_phase, peak_where: the phase and unit that own the peak; "" where only persistent bytes are known.
         dominant, next_dominant: the largest account now, and after the cheapest lever on it.
         not_modelled: what this forecast leaves out, in sentences with the remedy.
-        host: account to bytes in host memory.
+        host: account to bytes in host memory, pinned or not, when that holds most.
+        disk: account to bytes on this rank's disk.
+        between: tier (``device``, ``host``, ``disk``) to account to bytes between steps; empty where only totals are known.
+        moved: link (``host to device`` and the others) to bytes moved per rank and step.
         sent: bytes sent per rank and step.
         holdings: the persistent accounts, partitioned or replicated.
         phases: the highest instant of each phase.
@@ -165,6 +168,9 @@ class Forecast:
     peak_where: str = ""
     not_modelled: tuple[str, ...] = ()
     host: Mapping[str, int] = field(default_factory=dict[str, int])
+    disk: Mapping[str, int] = field(default_factory=dict[str, int])
+    between: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+    moved: Mapping[str, int] = field(default_factory=dict[str, int])
     sent: int = 0
     holdings: tuple[Holding, ...] = ()
     phases: tuple[PhasePeak, ...] = ()

@@ -1,12 +1,15 @@
 """Persistent accounts of one rank: shardbook's own by its closed form, other engines' by their convention."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardbook.accounts import Account
-from shardbook.forecasting.closed_form import OPTIMIZERS, Moments, closed_form
-from shardbook.forecasting.conventions import ACCOUNTS, PRESETS, Convention, Holding
+from shardbook.accounts import Account, Tier
+from shardbook.forecasting.closed_form import OPTIMIZERS, Moments, between, closed_form, elsewhere
+from shardbook.forecasting.conventions import PRESETS, Convention, Holding
 from shardbook.forecasting.deepspeed_knobs import Knobs
+from shardbook.forecasting.homes import homes
+from shardbook.forecasting.moved import moved
 from shardbook.forecasting.placement import Placement, divided_facts, is_routed, place
 from shardbook.forecasting.question import Question
 from shardbook.structure import GroupFacts
@@ -17,13 +20,18 @@ NATIVE_ABOVE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a rank holds whatever happens within a step. ``between_steps``: bytes on the device without what lives to the step only."""
+    """What a rank holds whatever happens within a step. ``between_steps``: bytes on the device without what lives to the step only.
+
+    ``host``: account to bytes at the highest, as far as it is known without a walk; ``between``: tier to account to bytes between steps.
+    """
 
     convention: Convention
     holdings: tuple[Holding, ...]
     between_steps: int
     placement: Placement | None = None
     host: Mapping[str, int] = field(default_factory=dict[str, int])
+    between: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+    moved: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def accounts(self) -> dict[str, int]:
@@ -34,18 +42,34 @@ class State:
 def state_of(question: Question) -> State:
     """The persistent accounts."""
     convention = question.convention or convention_of(question)
-    facts, config = question.facts, question.config
+    facts = question.facts
     numel, trained = -(-facts.num_parameters // question.tensor), -(-facts.num_trainable // question.tensor)
     if question.expert > 1 or question.tensor > 1:
         numel, trained = _local_numels(question)
     holdings = _holdings(question, convention, (numel, trained))
-    between = sum(one.here for one in _holdings(question, convention, (numel, trained), between_steps=True))
+    between_steps = sum(one.here for one in _holdings(question, convention, (numel, trained), between_steps=True))
     placement = _placement(question) if facts.units else None
+    state = State(convention=convention, holdings=holdings, between_steps=between_steps, placement=placement)
     if question.engine == "shardbook" and question.convention is None and placement is not None:
-        exact = closed_form(placement.structure, config, moments_of(question))
-        holdings = tuple(replace(one, here=exact[one.account]) for one in holdings)
-        between = sum(exact[account] for account in ACCOUNTS if account is not Account.GRAD)
-    return _offloaded(question, State(convention=convention, holdings=holdings, between_steps=between, placement=placement))
+        return _exact(question, state, placement)
+    if question.engine == "shardbook":
+        return _offloaded_by_shardbook(question, state, trained)
+    return _offloaded(question, state)
+
+
+def _exact(question: Question, state: State, placement: Placement) -> State:
+    """shardbook's own, tier by tier, with its padding."""
+    structure, config, moments = placement.structure, question.config, moments_of(question)
+    exact = closed_form(structure, config, moments)
+    held = between(structure, config, moments)
+    return replace(
+        state,
+        holdings=tuple(replace(one, here=exact[one.account]) for one in state.holdings),
+        between_steps=sum(held.get("device", {}).values()),
+        host=elsewhere(structure, config, moments).get("host", {}),
+        between=held,
+        moved=moved(structure, config, moments.per_element, moments.quantised_nbytes),
+    )
 
 
 def _holdings(question: Question, convention: Convention, numels: tuple[int, int], *, between_steps: bool = False) -> tuple[Holding, ...]:
@@ -130,6 +154,39 @@ def _offloaded(question: Question, state: State) -> State:
         return state
     on_disk = {Account.MASTER, Account.MOMENT} if question.config.offload.optimizer == "disk" else set[Account]()
     host = {one.account: one.here for one in state.holdings if one.account in gone - on_disk}
+    disk = {one.account: one.here for one in state.holdings if one.account in on_disk}
     holdings = tuple(replace(one, here=0) if one.account in gone else one for one in state.holdings)
     left = state.between_steps - sum(one.here for one in state.holdings if one.account in gone)
-    return replace(state, holdings=holdings, host=host, between_steps=left)
+    return replace(state, holdings=holdings, host=host, between_steps=left, between={"host": host, "disk": disk})
+
+
+def _offloaded_by_shardbook(question: Question, state: State, trained: int) -> State:
+    """Under a bare convention, or for a number of parameters: what docs/tiers.md says of whole shards, without padding and staging."""
+    config, where = question.config, homes(question.config)
+    if where.are_device:
+        return state
+    here = {one.account: one.here for one in state.holdings}
+    shard, convention = -(-trained // question.shards), state.convention
+    lies: dict[Tier, dict[str, int]] = {Tier.DEVICE: {}, Tier.HOST: {}, Tier.DISK: {}}
+    if where.steps is Tier.HOST:
+        width = convention.term(Account.MASTER).nbytes or convention.term(Account.PARAM).nbytes
+        lies[where.master][Account.MASTER] = math.ceil(shard * width)
+        lies[where.moment][Account.MOMENT] = here[Account.MOMENT]
+        lies[Tier.HOST][Account.GRAD] = math.ceil(shard * convention.term(Account.GRAD).nbytes)
+    else:
+        lies[Tier.DEVICE] |= {account: here[account] for account in (Account.MASTER, Account.MOMENT, Account.GRAD)}
+    is_source = where.master is Tier.HOST and not config.precision.keep_param_shard  # of gathers, where nothing else rests
+    param = here[Account.PARAM]
+    if config.stage == 3:
+        frozen = question.facts.num_parameters - question.facts.num_trainable
+        numel = frozen if is_source else question.facts.num_parameters
+        param = math.ceil(-(-numel // question.tensor // question.shards) * convention.term(Account.PARAM).nbytes)
+    lies[where.param if config.stage == 3 else Tier.DEVICE][Account.PARAM] = param
+    between = {tier: {name: nbytes for name, nbytes in held.items() if nbytes and name != Account.GRAD} for tier, held in lies.items()}
+    return replace(
+        state,
+        holdings=tuple(replace(one, here=lies[Tier.DEVICE].get(one.account, 0)) for one in state.holdings),
+        between_steps=sum(between[Tier.DEVICE].values()),
+        host={name: nbytes for name, nbytes in lies[Tier.HOST].items() if nbytes},
+        between={str(tier): held for tier, held in between.items() if held},
+    )

@@ -13,6 +13,7 @@ the walk is over.
 [('blocks.0', {'ACTIVATION': 100, 'WORKSPACE': 50})]
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
@@ -21,12 +22,15 @@ from shardbook.forecasting.result import PhasePeak
 
 
 class Entry:
-    """Bytes that are taken together and given back together. ``label``: what they are; ``pool``: whose free bytes they may use."""
+    """Bytes that are taken together and given back together. ``label``: what they are; ``pool``: whose free bytes they may use.
 
-    __slots__ = ("account", "label", "nbytes", "pool")
+    ``is_away``: they are the host's.
+    """
 
-    def __init__(self, account: Account, nbytes: int, label: str, pool: str) -> None:
-        self.account, self.nbytes, self.label, self.pool = account, nbytes, label, pool
+    __slots__ = ("account", "is_away", "label", "nbytes", "pool")
+
+    def __init__(self, account: Account, nbytes: int, label: str, pool: str, *, is_away: bool = False) -> None:
+        self.account, self.nbytes, self.label, self.pool, self.is_away = account, nbytes, label, pool, is_away
 
 
 class Tape:
@@ -35,6 +39,8 @@ class Tape:
     def __init__(self, granule: int = 1) -> None:
         self._granule = granule
         self._log: list[tuple[Entry, int]] = []
+        self._host: Counter[Account] = Counter()
+        self._host_highest: Mapping[str, int] = {}
         self._places: list[tuple[int, str, str]] = [(0, "", "")]
 
     def at(self, phase: str, where: str) -> None:
@@ -48,9 +54,28 @@ class Tape:
         self._log.append((entry, entry.nbytes))
         return entry
 
+    def take_on_host(self, account: Account, nbytes: int, label: str = "") -> Entry:
+        """Bytes of the host's memory are taken, to the byte; they are in no peak of the device's."""
+        entry = Entry(account, nbytes, label, "", is_away=True)
+        self._move_on_host(account, nbytes)
+        return entry
+
     def give(self, entry: Entry) -> None:
         """They are given back."""
-        self._log.append((entry, -entry.nbytes))
+        if entry.is_away:
+            self._move_on_host(entry.account, -entry.nbytes)
+        else:
+            self._log.append((entry, -entry.nbytes))
+
+    @property
+    def host(self) -> Mapping[str, int]:
+        """Account to bytes of the host's memory at the instant when it held most."""
+        return self._host_highest
+
+    def _move_on_host(self, account: Account, nbytes: int) -> None:
+        self._host[account] += nbytes
+        if self._host.total() > sum(self._host_highest.values()):
+            self._host_highest = {str(name): held for name, held in self._host.items() if held}
 
     def peaks(self) -> list[PhasePeak]:
         """The highest instant of every stay in a place, in the order of the walk; what was held already when it began counts.

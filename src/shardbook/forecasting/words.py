@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from shardbook.accounts import Account
 from shardbook.forecasting.conventions import ACCOUNTS, Convention
+from shardbook.forecasting.homes import homes
 from shardbook.forecasting.peak import Peak, style_name
 from shardbook.forecasting.question import Question
 from shardbook.forecasting.result import Term
@@ -29,7 +30,7 @@ def _not_modelled(question: Question, peak: Peak) -> Iterator[str]:
         yield "uneven load of the experts: every expert is taken to see the same number of tokens"
     if question.choices.compiled:
         yield "torch.compile beyond the blocks: each block is taken to be compiled, the loss is not"
-    if question.config.offload.optimizer != "none" or question.config.offload.params != "none":
+    if not homes(question.config).are_device and question.engine != "shardbook":
         yield "staging buffers of offload"
     if peak.is_peak and question.device is None:
         yield "reserved memory, context and communicators: give --device"

@@ -2,20 +2,19 @@
 
 from collections.abc import Mapping
 
-from shardbook.accounts import Account
+from shardbook.accounts import Account, Tier
 from shardbook.config import ZeroConfig
 from shardbook.forecasting.buffers import FlatForm, adds_locally, flat_form
-from shardbook.forecasting.closed_form import Moments, master, moment, param
+from shardbook.forecasting.closed_form import BLOCK_NUMEL, Moments, between, slots
+from shardbook.forecasting.disk import plan
 from shardbook.forecasting.engines.optimizers import step_temporaries
 from shardbook.forecasting.graph import Value, Weight
+from shardbook.forecasting.homes import homes, is_lifted
 from shardbook.forecasting.tape import Entry, Tape
 from shardbook.structure import Structure
 
 CHUNK_NUMEL = 1 << 17
 """Elements of the scratch in which parts of another type are added up."""
-
-BLOCK_NUMEL = 1 << 18
-"""Elements of the fp64 scratch in which squares are added up at the step."""
 
 
 class _Unit:
@@ -67,14 +66,27 @@ class Shardbook:
         self._next = 0
         self._micro_batch = 0
         self._position = {"forward": -1, "backward": -1}
-        self._steady = steady
-        self._moments = moment(structure, config, moments).nbytes
+        self._steady, self._homes, self._per_element = steady, homes(config), moments.per_element
+        self._longest = None
+        if self._homes.master is Tier.DISK:
+            self._longest = plan(structure, config, moments.per_element, moments.quantised_nbytes).longest
         tape.at("between", "")
-        tape.take(Account.PARAM, param(structure, config).nbytes, "parameters")
-        tape.take(Account.MASTER, master(structure, config).nbytes, "masters")
+        held = between(structure, config, moments)
+        self._moments = {tier: held.get(tier, {}).get(Account.MOMENT, 0) for tier in (Tier.DEVICE, Tier.HOST)}
+        for account, label in ((Account.PARAM, "parameters"), (Account.MASTER, "masters")):
+            for tier in (Tier.DEVICE, Tier.HOST):
+                self._take(tier, account, held.get(tier, {}).get(account, 0), label)
+        self._take(Tier.HOST, Account.WORKSPACE, slots(structure, config, moments), "slots of the disk")
         if steady:
-            tape.take(Account.MOMENT, self._moments, "moments")
+            self._take_moments()
         self._begin_micro_batch()
+
+    def _take(self, tier: Tier, account: Account, nbytes: int, label: str) -> Entry:
+        return self._tape.take(account, nbytes, label) if tier is Tier.DEVICE else self._tape.take_on_host(account, nbytes, label)
+
+    def _take_moments(self) -> None:
+        for tier, nbytes in self._moments.items():
+            self._take(tier, Account.MOMENT, nbytes, "moments")
 
     # ---- parameters ----------------------------------------------------------------------------------------------------
 
@@ -184,6 +196,9 @@ class Shardbook:
         unit, self._reducing = self._reducing, None
         if unit is None or unit.unreduced is None or unit.received is None:
             return
+        if self._homes.grad is Tier.HOST:
+            self._leave_device(unit, unit.unreduced, unit.received)
+            return
         form = unit.trained[0]
         shares = self._config.stage <= 1 and form.grad_nbytes == form.wire_nbytes
         again = unit.reduced is not None
@@ -200,6 +215,19 @@ class Shardbook:
             self._tape.give(unit.unreduced)
         unit.unreduced = unit.received = None
 
+    def _leave_device(self, unit: _Unit, unreduced: Entry, received: Entry) -> None:
+        """Added up on the device, where an earlier sum comes back for it, and then to the host: a flat buffer at a time."""
+        again = unit.reduced is not None
+        nbytes = [form.shard_numel * form.grad_nbytes for form in unit.trained]
+        leaving = self._tape.take(Account.GRAD, max(nbytes), f"gradients of {unit.name} on their way to the host")
+        if not again:
+            unit.reduced = self._tape.take_on_host(Account.GRAD, sum(nbytes), f"reduced gradients of {unit.name}")
+        self._scratch_of_adding(unit, again=again, shares=False)
+        self._tape.give(received)
+        self._tape.give(unreduced)
+        self._tape.give(leaving)
+        unit.unreduced = unit.received = None
+
     def _scratch_of_adding(self, unit: _Unit, *, again: bool, shares: bool) -> None:
         """A chunk where the sum cannot be formed in its place, and one more where what arrives has another type than the sum."""
         num_ranks, reduce = self._group.num_ranks, _NBYTES[self._config.precision.reduce]
@@ -214,7 +242,10 @@ class Shardbook:
 
     def step(self) -> None:
         """Squares, then the gradients in the type of what is stepped on, then the optimizer, then nothing of them is left."""
-        self._tape.give(self._tape.take(Account.WORKSPACE, 8 * BLOCK_NUMEL, "squares of the norm"))
+        self._tape.give(self._take(self._homes.steps, Account.WORKSPACE, 8 * BLOCK_NUMEL, "squares of the norm"))
+        if not self._homes.are_device:
+            self._step_in_parts()
+            return
         casts: list[Entry] = []
         for unit in self._units:
             for form in unit.trained:
@@ -222,7 +253,7 @@ class Shardbook:
                     numel = form.shard_numel if self._config.stage else form.full_numel
                     casts.append(self._tape.take(Account.WORKSPACE, numel * form.stepped_nbytes, "gradients cast for the step"))
         if not self._steady:
-            self._tape.take(Account.MOMENT, self._moments, "moments")
+            self._take_moments()
         self._step_of_optimizer()
         for entry in casts:
             self._tape.give(entry)
@@ -231,6 +262,37 @@ class Shardbook:
                 self._tape.give(unit.reduced)
                 unit.reduced = None
         self._micro_batch = 0
+
+    def _step_in_parts(self) -> None:
+        """The same, a flat buffer (or a chunk on the disk) at a time, in the memory where the optimizer steps."""
+        if not self._steady:
+            self._take_moments()
+        for unit in self._units:
+            for form in unit.trained:
+                self._step_on(form)
+            if unit.reduced is not None:
+                self._tape.give(unit.reduced)
+                unit.reduced = None
+            for form in unit.trained:  # new values leave for the host in the type in which they rest there
+                if self._homes.param is Tier.HOST and self._homes.steps is Tier.DEVICE and form.master_nbytes and self._config.stage == 3:
+                    nbytes = form.shard_numel * form.param_nbytes
+                    self._tape.give(self._tape.take(Account.WORKSPACE, nbytes, "new values on their way to the host"))
+        self._micro_batch = 0
+
+    def _step_on(self, form: FlatForm) -> None:
+        where, taken = self._homes.steps, list[Entry]()
+        numel = form.shard_numel if self._longest is None else min(self._longest, form.shard_numel)
+        if is_lifted(form, self._config):
+            taken.append(self._tape.take(Account.WORKSPACE, form.shard_numel * form.param_nbytes, "shard on the device for its step"))
+        if form.stepped_nbytes != form.grad_nbytes:
+            taken.append(self._take(where, Account.WORKSPACE, numel * form.stepped_nbytes, "gradients cast for the step"))
+        pieces = [min(numel, piece) * form.stepped_nbytes for piece in form.pieces]
+        nbytes = step_temporaries(self._kernel, pieces)
+        if self._longest is not None and not self._steady:  # made by the optimizer, and then copied into the slot
+            nbytes += self._per_element * numel * form.stepped_nbytes
+        taken.append(self._take(where, Account.WORKSPACE, nbytes, f"temporaries of a {self._kernel} optimizer"))
+        for entry in taken:
+            self._tape.give(entry)
 
     def _step_of_optimizer(self) -> None:
         """What torch's optimizer takes while it steps on the pieces: nothing where it is fused."""

@@ -1,14 +1,17 @@
 """Runs that are saved and gone on with, on real ranks; what an engine holds, put together by name without any of the package's help."""
 
 import itertools
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import shardbook as sb
+from shardbook.engine.state import pieces_of
 
 PRECISIONS: dict[str, sb.Precision] = {
     "fp32": sb.Precision(),
@@ -30,9 +33,14 @@ class Setup:
     precision: str = "fp32"
     units: tuple[str, ...] | None = None
     loss_scale: Any = 128.0  # of fp16
+    offload: str = "none"  # of the optimizer
 
     def __str__(self) -> str:
-        return f"stage{self.stage}-n{self.num_ranks}-{self.precision}" + ("" if self.units is None else "-" + "+".join(self.units))
+        return (
+            f"stage{self.stage}-n{self.num_ranks}-{self.precision}"
+            + ("" if self.units is None else "-" + "+".join(self.units))
+            + ("" if self.offload == "none" else f"-{self.offload}")
+        )
 
     @property
     def weight(self) -> torch.dtype:
@@ -91,9 +99,11 @@ def build(setup: Setup, *, seed: int = 3, net: dict[str, Any] | None = None, opt
     made = torch.optim.AdamW(groups, lr=0.02) if optimizer == "adamw" else torch.optim.SGD(groups, lr=0.02, momentum=0.9)
     scale = setup.loss_scale if setup.precision == "fp16" else None
     config = sb.ZeroConfig(
-        stage=setup.stage, precision=PRECISIONS[setup.precision], clip_grad_norm=1.0, units=setup.units, loss_scale=scale
-    )
-    return sb.Engine(model, made, config, scheduler=torch.optim.lr_scheduler.MultiStepLR(made, [2, 4], gamma=0.5))
+        stage=setup.stage, precision=PRECISIONS[setup.precision], clip_grad_norm=1.0, units=setup.units, loss_scale=scale,
+        offload=sb.Offload(optimizer=setup.offload, path=tempfile.gettempdir() if setup.offload == "disk" else None),
+    )  # fmt: skip
+    with mock.patch("shardbook.engine.disk._LEAST_NUMEL", 64):  # a small model has several chunks too
+        return sb.Engine(model, made, config, scheduler=torch.optim.lr_scheduler.MultiStepLR(made, [2, 4], gamma=0.5))
 
 
 def train(engine: sb.Engine, steps: int) -> list[tuple[float | None, float]]:
@@ -114,10 +124,8 @@ def held(engine: sb.Engine) -> dict[str, Any]:
     """All that a run goes on from, of this rank."""
     assert engine.optimizer is not None
     pieces = [
-        (piece.member.name, piece.span.start, piece.parameter.detach().clone(), cloned(engine.optimizer.state.get(piece.parameter, {})))
-        for unit in engine._units
-        for flat in unit.flats
-        for piece in flat.pieces
+        (piece.member.name, piece.span.start, value.clone(), cloned(state))
+        for piece, value, state in pieces_of(engine._context.disk, engine._units, engine.optimizer.state)
     ]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
     return {

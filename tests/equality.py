@@ -6,10 +6,12 @@ a tolerance: tensors are viewed as integers, numbers by their bits.
 """
 
 import struct
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +112,8 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "optimizer": {"optimizer": "host"},
     "params": {"params": "host"},
     "both": {"optimizer": "host", "params": "host"},
+    "disk": {"optimizer": "disk", "path": tempfile.gettempdir()},  # nothing is left there
+    "disk-both": {"optimizer": "disk", "params": "host", "path": tempfile.gettempdir()},
 }
 RECOMPUTES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -198,7 +202,10 @@ def plain_trace(case: Case) -> Trace:
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """A parameter's optimizer state, every tensor flat in the order of memory."""
-    state = optimizer.state.get(parameter, {})
+    return flattened(optimizer.state.get(parameter, {}))
+
+
+def flattened(state: dict[str, Any]) -> dict[str, Any]:
     return {key: in_memory_order(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
@@ -233,7 +240,8 @@ def engine_trace(case: Case, rank: int) -> Trace:
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizer = OPTIMIZERS[case.optimizer](trainable)
     scheduler = make_scheduler(optimizer) if case.scheduled else None
-    engine = sb.Engine(model, optimizer, engine_config(case), scheduler=scheduler)
+    with mock.patch("shardbook.engine.disk._LEAST_NUMEL", 64):  # small models have several chunks too
+        engine = sb.Engine(model, optimizer, engine_config(case), scheduler=scheduler)
     steps: list[dict[str, Any]] = []
     for step in range(case.steps):
         batches = micro_batches(case, rank, step)
@@ -249,16 +257,19 @@ def engine_trace(case: Case, rank: int) -> Trace:
         held = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
         assert not held, f"gradients are kept after the step: {held}"
     full = {name: value.clone() for name, value in engine.full_parameters()}
-    return Trace(steps, full if rank == 0 else {}, dict(model.named_buffers()), held_pieces(engine))
+    held = held_pieces(engine)
+    if case.offload.startswith("disk"):
+        engine.close()  # threads, and space
+    return Trace(steps, full if rank == 0 else {}, dict(model.named_buffers()), held)
 
 
 def held_pieces(engine: Any) -> list[HeldPiece]:
     """What this rank's optimizer steps on. The one place of the tests that looks behind the engine's public names for values."""
+    from shardbook.engine.state import pieces_of
+
     return [
-        HeldPiece(piece.member.name, piece.span.start, piece.parameter.detach().clone(), state_of(engine.optimizer, piece.parameter))
-        for unit in engine._units
-        for flat in unit.flats
-        for piece in flat.pieces
+        HeldPiece(piece.member.name, piece.span.start, value.clone(), flattened(state))
+        for piece, value, state in pieces_of(engine._context.disk, engine._units, engine.optimizer.state)
     ]
 
 

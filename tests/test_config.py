@@ -128,13 +128,6 @@ def test_every_contradiction_is_listed():
     assert [line.split(" = ")[0] for line in message.splitlines()] == ["ZeroConfig.accumulate", "ZeroConfig.loss_scale"]
 
 
-def test_what_the_engine_cannot_do_yet_can_be_forecast():
-    config = ZeroConfig(recompute=Recompute(policy="full"), offload=Offload(optimizer="disk", path="state"))
-    message = fault(config.check_supported)
-    named = ["offload.optimizer"]
-    assert [line.split(" = ")[0] for line in message.splitlines()] == [f"ZeroConfig.{name}" for name in named]
-
-
 def test_lists_and_numbers_are_normalised():
     config = ZeroConfig(units=["Block", dict], clip_grad_norm=1, precision=Precision(param="fp16"), loss_scale=1024)
     assert config.units == ("Block", dict)

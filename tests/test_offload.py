@@ -25,7 +25,7 @@ from tests.zoo import ZOO
 def possible(row: dict[str, Any]) -> bool:
     """Optimizers leave the device where they are divided, parameters where they are released."""
     offload, stage = row.get("offload", "none"), row.get("stage", 3)
-    return allowed(row) and (offload == "none" or stage >= 1) and (offload in ("none", "optimizer") or stage == 3)
+    return allowed(row) and (offload == "none" or stage >= 1) and (offload in ("none", "optimizer", "disk") or stage == 3)
 
 
 SELECTION = [

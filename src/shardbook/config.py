@@ -306,18 +306,6 @@ class ZeroConfig:
             allowed = f'"none" at stage {self.stage}: only stage 3 releases parameters'
             check.add("offload.params", self.offload.params, allowed, "use stage 3, or drop it")
 
-    def check_supported(self) -> None:
-        """Whether this version's engine can do what is asked; a forecast can be asked for more.
-
-        Raises:
-            ConfigError: offload to a disk, which the engine does not have yet.
-        """
-        check = Check(self)
-        if self.offload.optimizer == "disk":
-            allowed = '"none" or "host": this version\'s engine has no offload to a disk yet'
-            check.add("offload.optimizer", "disk", allowed, 'use "host"; at stage 3 more ranks hold less each')
-        check.done()
-
     @property
     def effective_loss_scale(self) -> float | Literal["dynamic"]:
         """The loss scale in force: 1.0 unless parameters are fp16."""

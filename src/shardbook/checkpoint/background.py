@@ -20,6 +20,7 @@ from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.save import Begun, Given, Own, begun, own_of, write_own
 from shardbook.checkpoint.write import Item
 from shardbook.engine.engine import Engine
+from shardbook.engine.state import loaded
 from shardbook.engine.storage import Buffer, Storage
 from shardbook.errors import ShardbookError
 
@@ -36,7 +37,7 @@ def snapshot_of(storage: Storage, items: list[Item]) -> tuple[Buffer, list[Item]
     Raises:
         CheckpointError: there is not as much memory.
     """
-    lengths = [item.tensor.numel() * item.tensor.element_size() for item in items]
+    lengths = [item.numel * item.tensor.dtype.itemsize for item in items]
     places = [-(-nbytes // _ALIGNED) * _ALIGNED for nbytes in lengths]
     try:
         buffer = storage.host_buffer(Account.WORKSPACE, UNIT, sum(places), torch.uint8, padding=sum(places) - sum(lengths))
@@ -49,7 +50,7 @@ def snapshot_of(storage: Storage, items: list[Item]) -> tuple[Buffer, list[Item]
     begin, copies = 0, list[Item]()
     for item, nbytes, place in zip(items, lengths, places, strict=True):
         copy = buffer.tensor[begin : begin + nbytes].view(item.tensor.dtype)
-        copy.copy_(item.tensor)
+        copy.copy_(loaded(item.tensor))
         copies.append(Item(item.what, item.name, item.start, copy))
         begin += place
     return buffer, copies

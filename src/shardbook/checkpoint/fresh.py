@@ -34,6 +34,8 @@ class Fresh:
         if self._optimizer is None or self._pieces is None:
             return
         for piece, names in states:
+            if piece.chunk is not None:
+                continue  # on a disk, and filled a chunk at a time
             for what in names if not self._optimizer.state.get(piece.parameter) else ():
                 stored, dtype = state_types(reader, piece, what)
                 if stored == dtype and piece.parameter.device.type == "cpu":

@@ -25,7 +25,7 @@ from shardbook.checkpoint.save import aliases_of, persistent_buffers
 from shardbook.checkpoint.write import BLOCK_NBYTES
 from shardbook.engine.engine import Engine
 from shardbook.engine.flat import Flat, Member
-from shardbook.engine.state import members_of, weight_places
+from shardbook.engine.state import members_of, places_in_turn
 
 Matches = Mapping[str, Sequence[Found]]
 
@@ -154,7 +154,7 @@ def _apply(engine: Engine, rank: int, files: Files, matches: Matches) -> None:
 def _fill_flat(flat: Flat, rank: int, files: Files, matches: Matches) -> None:
     members = {member.name: member for member in flat.members}
     last: tuple[str, Tensor] | None = None
-    for place in weight_places(flat, rank):
+    for place in places_in_turn(flat, rank):
         if place.name not in matches:
             continue
         one = matches[place.name][0]

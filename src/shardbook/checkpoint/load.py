@@ -21,6 +21,7 @@ from shardbook.checkpoint.compare import SCHEDULERS
 from shardbook.checkpoint.errors import CheckpointError
 from shardbook.checkpoint.folder import find
 from shardbook.checkpoint.fresh import Fresh, fresh_states, new_room, room_that_fits, state_types
+from shardbook.checkpoint.load_disk import fill_disk
 from shardbook.checkpoint.manifest import Manifest
 from shardbook.checkpoint.plan import Asked, Plain, Plan, make_plan
 from shardbook.checkpoint.read import Range, Reader, open_checkpoint
@@ -157,16 +158,23 @@ def _apply(engine: Engine, ranks: Ranks, reader: Reader, plan: Plan, fresh: Fres
 
 
 def _fill(engine: Engine, reader: Reader, plan: Plan, fresh: Fresh) -> None:
-    places = [*plan.weights, *_states(engine, reader, plan, fresh)]
-    jobs = [Job(wanted, place) for place in places for wanted in reader.ranges(place.what, place.name, place.start, place.stop)]
-    for job in sorted(jobs, key=lambda job: job.wanted.place):
-        job.do(reader)
-    reader.drain()
+    _do(reader, [*(place for place in plan.weights if not place.is_on_disk), *_states(engine, reader, plan, fresh)])
+    disk = engine._context.disk
+    if disk is not None:
+        fill_disk(engine, disk, reader, plan, _do)
     for tensor, wanted in plan.buffers:
         values = torch.empty(tensor.numel(), dtype=tensor.dtype)
         reader.fill(wanted, (values,), None)
         reader.drain()
         tensor.copy_(values.view(tensor.shape))
+
+
+def _do(reader: Reader, places: Sequence[Place]) -> None:
+    """Fill places, in the order of the files' bytes."""
+    jobs = [Job(wanted, place) for place in places for wanted in reader.ranges(place.what, place.name, place.start, place.stop)]
+    for job in sorted(jobs, key=lambda job: job.wanted.place):
+        job.do(reader)
+    reader.drain()
 
 
 def _states(engine: Engine, reader: Reader, plan: Plan, fresh: Fresh) -> list[Place]:
@@ -187,7 +195,7 @@ def _states(engine: Engine, reader: Reader, plan: Plan, fresh: Fresh) -> list[Pl
             continue
         scalars = plan.plain.scalars.get(name, {})
         found[piece.parameter] = {key: _scalar(key, value, piece, groups[id(piece.parameter)]) for key, value in scalars.items()}
-        for what in states:
+        for what in states if piece.chunk is None else ():
             room = fresh.taken(piece, what)
             if room is None:
                 dtype = state_types(reader, piece, what)[1]

@@ -83,12 +83,28 @@ def make_plan(engine: Engine, rank: int, reader: Reader, asked: Asked) -> Plan:
     flats = [flat for unit in engine._units for flat in unit.flats]
     resumes = found.content["optimizer"] and not asked.allowed.leaves_out(OPTIMIZER)
     pieces = [piece for flat in flats for piece in flat.pieces if piece.member.name in shared] if resumes else []
+    states = [(piece, [what for what in reader.kinds(piece.member.name) if what != WEIGHT]) for piece in pieces]
+    _check_room(engine, reader, states)
     return Plan(
         weights=[place for flat in flats for place in weight_places(flat, rank) if place.name in shared],
-        states=[(piece, [what for what in reader.kinds(piece.member.name) if what != WEIGHT]) for piece in pieces],
+        states=states,
         buffers=[(here[name], _buffer(reader, name, here[name], rank)) for name in sorted(buffers) if here[name].numel()],
         plain=_plain(engine, found, matches, pairs),
     )
+
+
+def _check_room(engine: Engine, reader: Reader, states: Sequence[tuple[Piece, Sequence[str]]]) -> None:
+    """On a disk there is room for what the optimizer kept when it was built."""
+    disk = engine._context.disk
+    for piece, names in states if disk is not None else ():
+        assert disk is not None
+        kept = disk.kept(piece.member.parameter, piece.parameter.dtype)
+        for name in names:
+            if name not in kept:
+                raise CheckpointError(
+                    f"{reader.folder}: it has {name!r} of {piece.member.name!r}, for which the optimizer here has no room on its disk; "
+                    f"build it with the options that it was saved with, or leave out its state: allow_unexpected=({OPTIMIZER!r},)"
+                )
 
 
 def _buffer(reader: Reader, name: str, tensor: Tensor, rank: int) -> Range:

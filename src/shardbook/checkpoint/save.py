@@ -24,7 +24,7 @@ from shardbook.checkpoint.folder import Place, around
 from shardbook.checkpoint.plain import encoded
 from shardbook.checkpoint.write import BLOCK_NBYTES, Item, blocks_of, write_file
 from shardbook.engine.engine import Engine
-from shardbook.engine.state import members_of, scalars_of, states_of, weights_of
+from shardbook.engine.state import held_by, members_of, scalars_of
 from shardbook.errors import UsageError
 
 
@@ -157,10 +157,7 @@ def write_own(folder: Path, rank: int, own: Own) -> None:
 
 def _items(engine: Engine, ranks: Ranks) -> list[Item]:
     """Unit after unit: the weights of this rank's shards, then its optimizer's state; at the end the module buffers."""
-    state = _optimizer_state(engine)
-    held = [
-        one for unit in engine._units for flat in unit.flats for one in (*weights_of(flat, ranks.rank), *states_of(flat, ranks.rank, state))
-    ]
+    held = held_by(engine._context.disk, engine._units, ranks.rank, _optimizer_state(engine))
     return [*(Item(one.what, one.name, one.start, one.tensor) for one in held), *_buffer_items(engine, ranks)]
 
 

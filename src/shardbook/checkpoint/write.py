@@ -14,6 +14,7 @@ from torch import Tensor
 from shardbook.checkpoint.dtypes import CODES
 from shardbook.checkpoint.manifest import Stored, StoredFile
 from shardbook.checkpoint.safetensors import Entry, packed_header
+from shardbook.engine.state import OnDisk, loaded
 from shardbook.tiers.pages import bytes_of
 
 BLOCK_NBYTES = 4 << 20
@@ -30,7 +31,11 @@ class Item:
     what: str
     name: str
     start: int
-    tensor: Tensor
+    tensor: Tensor | OnDisk
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel() if isinstance(self.tensor, Tensor) else self.tensor.numel
 
     @property
     def key(self) -> str:
@@ -44,11 +49,11 @@ def write_file(path: Path, items: Sequence[Item]) -> StoredFile:
         OSError: as the file system says it.
     """
     header, entries = packed_header(
-        [Entry(item.key, CODES[item.tensor.dtype], (item.tensor.numel(),)) for item in items], {"format": "pt", "writer": "shardbook"}
+        [Entry(item.key, CODES[item.tensor.dtype], (item.numel,)) for item in items], {"format": "pt", "writer": "shardbook"}
     )
     with path.open("xb", buffering=0) as file:
         write_bytes(file.fileno(), memoryview(header))
-        sums = [tuple(_write_and_sum(file.fileno(), block) for block in blocks_of(item.tensor)) for item in items]
+        sums = [tuple(_write_and_sum(file.fileno(), block) for block in blocks_of(loaded(item.tensor))) for item in items]
         os.fsync(file.fileno())
         nbytes = file.tell()
     stored = tuple(

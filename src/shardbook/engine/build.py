@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from shardbook.accounts import Account
 from shardbook.engine.comm import Transport
 from shardbook.engine.context import Context
+from shardbook.engine.disk import Disk, Form
 from shardbook.engine.flat import Flat, Member
 from shardbook.engine.guard import is_guarded
 from shardbook.engine.hooks import is_taken
-from shardbook.engine.layout import lay_out
+from shardbook.engine.layout import FlatLayout, lay_out
 from shardbook.engine.partition import Part, partition
 from shardbook.engine.policy import Policy, Types
 from shardbook.engine.storage import Buffer, Storage, is_memory_known, make_fake_meta
@@ -71,6 +72,8 @@ def build_units(
     parts = partition(model, context.config.units)
     plan = [_group(part, policy, trains=trains) for part in parts]
     _check_same_model(plan, context.transport, context.storage)
+    if context.disk is not None:
+        _make_room(context, context.disk, [group for groups in plan for group in groups.items()])
     numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
     around = {index for part in parts for index in part.ancestors}
     units: list[Unit] = []
@@ -114,12 +117,11 @@ def thaw(context: Context, unit: Unit, policy: Policy) -> list[Flat]:
     """
     kept: list[Flat] = []
     fresh: list[Flat] = []
-    for flat in unit.flats:
-        groups: dict[tuple[Types, bool], list[Member]] = {}
-        for member in flat.members:
-            thawed = not flat.trainable and member.parameter.requires_grad
-            types = policy.types(member.name, member.parameter, trainable=True) if thawed else flat.types
-            groups.setdefault((types, thawed), []).append(member)
+    regrouped = [(flat, _thawed(flat, policy)) for flat in unit.flats]
+    if context.disk is not None:
+        pairs = [(key, [(one.name, one.parameter) for one in members]) for _, groups in regrouped for key, members in groups.items()]
+        _make_room(context, context.disk, [(key, named) for key, named in pairs if key[1]])
+    for flat, groups in regrouped:
         if not any(thawed for _, thawed in groups):
             kept.append(flat)
             continue
@@ -135,12 +137,54 @@ def thaw(context: Context, unit: Unit, policy: Policy) -> list[Flat]:
     return fresh
 
 
+def _thawed(flat: Flat, policy: Policy) -> dict[tuple[Types, bool], list[Member]]:
+    """The parameters of a flat buffer by the types they have from now on, and whether they are trained from now on."""
+    groups: dict[tuple[Types, bool], list[Member]] = {}
+    for member in flat.members:
+        thawed = not flat.trainable and member.parameter.requires_grad
+        types = policy.types(member.name, member.parameter, trainable=True) if thawed else flat.types
+        groups.setdefault((types, thawed), []).append(member)
+    return groups
+
+
+def _make_room(context: Context, disk: Disk, groups: Sequence[tuple[tuple[Types, bool], Sequence[tuple[str, nn.Parameter]]]]) -> None:
+    """Take this rank's space for the flat buffers that will be made of these groups. All ranks have it, or all of them raise.
+
+    Raises:
+        ConfigError: some rank has no space, or can't write there.
+    """
+    parts: list[tuple[int, Form]] = []
+    for (types, trainable), named in groups:
+        numel = _layout(context, [(name, parameter.numel()) for name, parameter in named]).shard_numel
+        if trainable and numel:
+            master = types.master or types.param
+            parts.append((numel, Form.of(master, [disk.kept(parameter, master) for _, parameter in named])))
+    failure: ConfigError | None = None
+    try:
+        disk.make_room(parts)
+    except ConfigError as error:
+        failure = error
+    if context.transport.num_ranks > 1:
+        mine = torch.tensor([float(failure is not None)], dtype=torch.float64, device=context.storage.device)
+        rows = context.transport.exchange(mine, "construction")
+        failed = [rank for rank, (flag,) in enumerate(rows.tolist()) if flag] if is_memory_known(rows) else []
+        if failed and failure is None:
+            raise ConfigError(
+                f"Offload.path = {str(context.config.offload.path)!r}: rank {failed[0]} can't keep its state there, and says why"
+            )
+    if failure is not None:
+        raise failure
+
+
+def _layout(context: Context, sizes: Sequence[tuple[str, int]]) -> FlatLayout:
+    return lay_out(sizes, context.transport.num_ranks, context.transport.header_numel)
+
+
 def _make_flat(context: Context, unit: str, members: Sequence[Member], types: Types, *, trainable: bool) -> Flat:
     number = context.next_channel()
     if number >= _MAX_FLATS:
         raise ConfigError(f"ZeroConfig.units: more than {_MAX_FLATS} flat buffers can't be told apart in messages; choose larger units")
-    sizes = [(member.name, member.parameter.numel()) for member in members]
-    layout = lay_out(sizes, context.transport.num_ranks, context.transport.header_numel)
+    layout = _layout(context, [(member.name, member.parameter.numel()) for member in members])
     return Flat(context, unit, number, members, layout, types, trainable=trainable)
 
 

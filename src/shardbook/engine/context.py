@@ -6,6 +6,7 @@ from shardbook.accounts import Tier
 from shardbook.config import ZeroConfig
 from shardbook.engine.announce import Announcer
 from shardbook.engine.comm import Transport
+from shardbook.engine.disk import Disk
 from shardbook.engine.homes import Homes
 from shardbook.engine.journal import Journal
 from shardbook.engine.link import Link
@@ -27,6 +28,7 @@ class Context:
     journal: Journal
     watch: Watch
     announcer: Announcer
+    disk: Disk | None = None  # where master and optimizer state are on one
     num_channels: int = 0
 
     def next_channel(self) -> int:
@@ -36,9 +38,7 @@ class Context:
 
     @property
     def moments_tier(self) -> Tier:
-        """Where the optimizer keeps its state between steps: pageable memory will do, as it crosses no link."""
-        if self.homes.optimizer_on_disk:
-            return Tier.DISK
+        """Where the optimizer keeps its state in memory: pageable will do, as it crosses no link. (What is on a disk `disk` books.)"""
         return Tier.HOST if self.homes.optimizer_away else Tier.DEVICE
 
     @property

@@ -22,11 +22,13 @@ from shardbook.engine.announce import Announcer
 from shardbook.engine.build import build_units, check_model, choose_device, move_buffers, thaw
 from shardbook.engine.comm import Transport, connect
 from shardbook.engine.context import Context
+from shardbook.engine.disk import Disk
+from shardbook.engine.disk_step import DiskStep
 from shardbook.engine.homes import homes_of
 from shardbook.engine.host_step import prefer_fused
 from shardbook.engine.journal import Journal
 from shardbook.engine.link import Link
-from shardbook.engine.optimizer import PieceOptimizer, check_elementwise, check_groups
+from shardbook.engine.optimizer import PieceOptimizer, StateKinds, check_elementwise, check_groups
 from shardbook.engine.passes import Passes
 from shardbook.engine.policy import Policy
 from shardbook.engine.recompute import Recomputation
@@ -71,7 +73,6 @@ class Engine:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: ZeroConfig, *, scheduler: Any = None,
         mesh: DeviceMesh | None = None, init: Callable[[nn.Module], None] | None = None, device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        config.check_supported()
         self.model, self.optimizer, self.config, self.num_steps = model, optimizer, config, 0
         self._scheduler = scheduler
         named = check_model(model)
@@ -88,6 +89,7 @@ class Engine:
             check_elementwise(optimizer, torch.device("cpu") if is_away else place)
         self._context = context = _connect(group, config, place)
         self._journal, self._watch, self._transport = context.journal, context.watch, context.transport
+        self._disk_step = None if optimizer is None else _on_disk(context, optimizer)
         with torch.no_grad():
             self._policy = Policy(config.precision, named.items())
             self._units = build_units(context, model, named, self._policy, trains=optimizer is not None, init=init)
@@ -98,7 +100,10 @@ class Engine:
             self._pieces = PieceOptimizer(
                 optimizer, [flat for unit in self._units for flat in unit.flats], self._journal, context.moments_tier
             )
-            self._stepper = Stepper(context, tuple(named), self._units, self._pieces, self._passes)
+            if self._disk_step is not None:
+                self._disk_step.absorb([flat for unit in self._units for flat in unit.flats])
+                self._pieces.settle()
+            self._stepper = Stepper(context, tuple(named), self._units, self._pieces, self._passes, self._disk_step)
         self._handles = hooks.install(self._units, self._passes)
         self._recomputation = None if config.recompute.policy == "none" else Recomputation(context, model, self._units)
         if self._recomputation is not None:
@@ -229,7 +234,7 @@ class Engine:
             raise UsageError("engine.grads: there are no gradients before engine.backward, and none after engine.step")
         with torch.no_grad():
             self._passes.finish()
-        yield {piece.member.name: flat.gradient_of(piece) for unit in self._units for flat in unit.flats for piece in flat.pieces}
+        yield {name: part for unit in self._units for flat in unit.flats if flat.trainable for name, part in flat.gradients()}
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) on rank 0, one unit gathered at a time; the other ranks iterate as well and get nothing."""
@@ -295,6 +300,8 @@ class Engine:
         self._handles = []
         if self._pieces is not None:
             self._pieces.close()
+        if self._context.disk is not None:
+            self._context.disk.close()
         self._finalizer()
 
     def _thaw(self, unit: Unit) -> None:
@@ -312,6 +319,17 @@ class Engine:
         self._pieces.add(fresh, {})
         self._handles += hooks.install_landing(unit, self._passes, first=num_before)
         unit.release()
+
+
+def _on_disk(context: Context, optimizer: torch.optim.Optimizer) -> DiskStep | None:
+    """Master and state on a disk, where the configuration says so; space is taken when it is known how much."""
+    folder, device, transport = context.config.offload.path, context.storage.device, context.transport
+    if not context.homes.optimizer_on_disk or folder is None:
+        return None
+    kinds = StateKinds(optimizer, torch.device("cpu") if device.type == "cuda" else device)
+    label = f"state-rank{transport.rank:05d}-of-{transport.num_ranks:05d}"
+    context.disk = Disk(folder, label, context.storage, context.journal, kinds)
+    return DiskStep(context.disk, optimizer, context.journal)
 
 
 def _give_back(watch: Watch, transport: Transport, recomputation: Recomputation | None) -> None:

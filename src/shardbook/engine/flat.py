@@ -7,7 +7,7 @@ the step; ``leaving``, where that is on the host, what is on its way there. This
 `unit`'s, and what the ranks send is `comm`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from shardbook.accounts import Account
 from shardbook.engine import numerics
 from shardbook.engine.comm import Channel, Pending
 from shardbook.engine.context import Context
+from shardbook.engine.disk import Chunk, Form
 from shardbook.engine.journal import Kind
 from shardbook.engine.layout import FlatLayout, Span
 from shardbook.engine.policy import Types
@@ -37,11 +38,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What the optimizer steps on: the part of one parameter that this rank updates."""
+    """What the optimizer steps on: the part of one parameter that this rank updates, or of that, what one chunk has on the disk."""
 
     member: Member
     span: Span
     parameter: nn.Parameter
+    chunk: Chunk | None = None
 
 
 class Flat:
@@ -65,6 +67,8 @@ class Flat:
         self.master = self._make_master(types.master or types.param) if has_master else None
         # a shard that is its own master and rests on the host is stepped on in memory of the device
         self._lifted = self._make_lifted() if trainable and homes.params_away and self.master is None and not stays else None
+        self._disk = context.disk
+        self.chunks = self._lay_out_on_disk() if homes.optimizer_on_disk and trainable and layout.numel else ()
         self.pieces: tuple[Piece, ...] = self._make_pieces() if trainable else ()
         self.has_gradient = [False] * len(members)  # in this step
         self._versions: list[int] = []
@@ -83,6 +87,8 @@ class Flat:
             self.shard.tensor.copy_(source[self._first : self._end])
         if self.master is not None:
             self.master.tensor.copy_(source if self._residency.full_optimizer else source[self._first : self._end])
+        for chunk, master in self._masters(reads=False):
+            master.copy_(source[self._first + chunk.begin : self._first + chunk.end])
         for member, slot in zip(self.members, self.layout.slots, strict=True):
             self.full.place(member.parameter, slot.offset, member.shape, member.stride)
         self.note_versions()
@@ -142,6 +148,26 @@ class Flat:
         elif self.shard is not None:
             self._copy(self.shard.tensor, self.shard, self.master.tensor, self.master)
 
+    def publish_part(self, chunk: Chunk, master: Tensor) -> None:
+        """The same of a chunk, whose new values are in ``master`` on the host."""
+        there = self.full if self._residency.full_parameters else self.shard
+        assert there is not None, "what is gathered rests as a shard while its master is on a disk"
+        target = (self.own(there) if there is self.full else there.tensor)[chunk.begin : chunk.end]
+        if there.is_away:
+            target.copy_(master)
+        else:
+            self._link.up(target, master, self.unit)
+
+    def visited(self, *, reads: bool = True) -> Iterator[tuple[Chunk, Tensor]]:
+        """Each chunk with the memory that has it, to be changed: it goes back to the disk when the next one is asked for."""
+        if self._disk is not None and self.chunks:
+            with self._disk.changing("a change of the weights"):
+                yield from self._disk.visit(self.chunks, reads=reads)
+
+    def _masters(self, *, reads: bool = True) -> Iterator[tuple[Chunk, Tensor]]:
+        for chunk, memory in self.visited(reads=reads):
+            yield chunk, chunk.master(memory, chunk.begin, chunk.end - chunk.begin)
+
     def _copy(self, target: Tensor, there: Buffer, source: Tensor, here: Buffer) -> None:
         """Between two buffers, over the link where they lie in different tiers."""
         if there.is_away == here.is_away:
@@ -178,9 +204,9 @@ class Flat:
         if self.shard is not None:
             self.shard.tensor.copy_(mine)
         if self.master is not None:
-            now = (self.full.tensor if self._residency.full_optimizer else mine).to(self.master.tensor.device)
-            changed = now != self.master.tensor.to(now.dtype)
-            self.master.tensor.copy_(torch.where(changed, now.to(self.master.tensor.dtype), self.master.tensor))
+            _take_over(self.master.tensor, self.full.tensor if self._residency.full_optimizer else mine)
+        for chunk, master in self._masters():
+            _take_over(master, mine[chunk.begin : chunk.end])
 
     def own(self, buffer: Buffer) -> Tensor:
         """This rank's part of a buffer that has all shards."""
@@ -255,10 +281,15 @@ class Flat:
         numerics.add_in_order(out, parts, scratch.tensor, add_to_out=again)
         scratch.give_back()
 
-    def scaled_gradients(self, scale: float, has_gradient: Sequence[bool]) -> Buffer | None:
-        """Give every piece its share of the gradient times ``scale``; returns a buffer to give back after the step, if one was needed."""
-        target = self.pieces[0].parameter.dtype if self.pieces else self.types.grad
+    def scaled_gradients(self, scale: float, has_gradient: Sequence[bool], chunk: Chunk | None = None) -> Buffer | None:
+        """Give every piece (of the chunk) its share of the gradient times ``scale``; returns a buffer to give back after the step, if one
+        was needed.
+        """
+        pieces, first = (self.pieces, 0) if chunk is None else (self.pieces_in(chunk), chunk.begin)
+        target = pieces[0].parameter.dtype if pieces else self.types.grad
         source, cast = self._stepped_gradients, None
+        if chunk is not None:
+            source = source[chunk.begin : chunk.end]
         if target == source.dtype:
             source.mul_(scale)
         else:
@@ -268,9 +299,10 @@ class Flat:
             else:
                 torch.mul(source, scale, out=cast.tensor)
             source = cast.tensor
-        for piece in self.pieces:
+        for piece in pieces:
             if has_gradient[piece.span.slot]:
-                piece.parameter.grad = source[piece.span.offset : piece.span.offset + piece.span.numel]
+                begin = piece.span.offset - first
+                piece.parameter.grad = source[begin : begin + piece.span.numel]
         return cast
 
     def enter_step(self) -> None:
@@ -290,6 +322,12 @@ class Flat:
         """Let the pieces have their values in this buffer of a shard."""
         for piece in self.pieces:
             piece.parameter.data = buffer.tensor[piece.span.offset : piece.span.offset + piece.span.numel]
+
+    def gradients(self) -> list[tuple[str, Tensor]]:
+        """The reduced gradients of all that this rank steps on, by the names of the parameters that they are parts of."""
+        source = self._stepped_gradients
+        spans = self.layout.whole() if self._residency.full_optimizer else self.layout.spans(self._transport.rank)
+        return [(self.members[span.slot].name, source[span.offset : span.offset + span.numel]) for span in spans]
 
     def gradient_of(self, piece: Piece) -> Tensor:
         """The reduced gradient of one piece."""
@@ -356,8 +394,37 @@ class Flat:
         """Memory for the step, where the optimizer steps."""
         return (self._storage.away_buffer if self._is_away else self._storage.buffer)(Account.WORKSPACE, self.unit, numel, dtype)
 
+    @property
+    def padding(self) -> int:
+        """Elements of this rank's shard that belong to no parameter."""
+        return self.layout.shard_numel - sum(span.numel for span in self.layout.spans(self._transport.rank))
+
+    def pieces_in(self, chunk: Chunk) -> tuple[Piece, ...]:
+        """Those whose state is in the chunk."""
+        return tuple(piece for piece in self.pieces if piece.chunk is chunk)
+
+    def _lay_out_on_disk(self) -> tuple[Chunk, ...]:
+        assert self._disk is not None, "a disk is there before what is kept on it"
+        master = self.types.master or self.types.param
+        form = Form.of(master, [self._disk.kept(member.parameter, master) for member in self.members])
+        return self._disk.lay_out(self.unit, self.layout.shard_numel, form, self.padding)
+
+    def _make_pieces_on_disk(self) -> tuple[Piece, ...]:
+        """Parameters without memory of their own, cut where chunks end."""
+        disk, found = self._disk, list[Piece]()
+        assert disk is not None
+        for chunk in self.chunks:
+            for span in self.layout.spans(self._transport.rank):
+                part = span.within(chunk.begin, chunk.end)
+                if part is not None:
+                    nothing = disk.nothing(part.numel, chunk.form.master)
+                    found.append(Piece(self.members[span.slot], part, nn.Parameter(nothing), chunk))
+        return tuple(found)
+
     def _make_pieces(self) -> tuple[Piece, ...]:
         """Views of what the optimizer updates, each a parameter of its own."""
+        if self.chunks:
+            return self._make_pieces_on_disk()
         if self._residency.full_optimizer:
             target, spans, shift = self.master or self.full, self.layout.whole(), 0
         else:
@@ -394,3 +461,9 @@ class Flat:
         self._has_left = False  # in this step
         receive_numel = self._transport.receive_numel(self.layout.shard_numel)
         self._receive = self._storage.buffer(Account.COMM, self.unit, receive_numel, wire, present=False)
+
+
+def _take_over(master: Tensor, changed: Tensor) -> None:
+    """New values in the type of the parameters, leaving a master alone where its rounded value still stands."""
+    now = changed.to(master.device)
+    master.copy_(torch.where(now != master.to(now.dtype), now.to(master.dtype), master))

@@ -38,6 +38,16 @@ class Span:
     def numel(self) -> int:
         return self.stop - self.start
 
+    def within(self, begin: int, end: int) -> "Span | None":
+        """The part of it in elements ``begin`` to ``end`` of the shard, if there is one.
+
+        >>> Span(slot=0, start=64, stop=264, offset=0).within(128, 1024)
+        Span(slot=0, start=192, stop=264, offset=128)
+        """
+        first, last = max(begin, self.offset), min(end, self.offset + self.numel)
+        shift = self.start - self.offset
+        return Span(self.slot, first + shift, last + shift, first) if first < last else None
+
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:

@@ -232,20 +232,60 @@ def _stepped(
     optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
     """Step copies of ``values`` with a twin of the optimizer that has the group's settings, no state and no hooks."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    twin.__dict__.update({key: OrderedDict() for key in twin.__dict__ if key.endswith("_hooks")})
     parameters = [nn.Parameter(value.clone()) for value in values]
-    settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-    if not float(settings.get("lr", 1.0)):
-        settings["lr"] = 0.01  # a schedule's warm-up may begin at 0, where every optimizer looks element-wise
-    twin.param_groups = [{**settings, "params": parameters}]
-    twin.state = defaultdict(dict)
+    twin = _twin(optimizer, group, parameters)
+    if not float(group.get("lr", 1.0)):
+        twin.param_groups[0]["lr"] = 0.01  # a schedule's warm-up may begin at 0, where every optimizer looks element-wise
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         type(optimizer).step(twin)
     return [parameter.detach() for parameter in parameters]
+
+
+def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """The same optimizer with the settings of one group, for other parameters."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    twin.__dict__.update({key: OrderedDict() for key in twin.__dict__ if key.endswith("_hooks")})
+    settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+    twin.param_groups = [{**settings, "params": list(parameters)}]
+    twin.state = defaultdict(dict)
+    return twin
+
+
+class StateKinds:
+    """What an optimizer keeps for each element of a parameter, by name and type: tried once for each group and type.
+
+    Args:
+        optimizer: as the engine gets it.
+        device: where it is going to step.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer, self._device = optimizer, device
+        self._groups = {id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+        self._found: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
+
+    def __call__(self, parameter: nn.Parameter, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """Of a parameter whose master has this type."""
+        key = (self._groups[id(parameter)], dtype)
+        if key not in self._found:
+            self._found[key] = self._tried(self._optimizer.param_groups[key[0]], dtype)
+        return self._found[key]
+
+    def _tried(self, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
+        tried = nn.Parameter(torch.zeros(192, dtype=dtype, device=self._device))
+        twin = _twin(self._optimizer, group, [tried])
+        for _ in range(2):
+            tried.grad = torch.ones_like(tried)
+            type(self._optimizer).step(twin)
+        state: dict[str, Any] = twin.state[tried]
+        return {
+            name: value.dtype
+            for name, value in state.items()
+            if name != "step" and isinstance(value, Tensor) and value.shape == tried.shape
+        }
 
 
 def _cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:

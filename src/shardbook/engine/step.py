@@ -14,6 +14,7 @@ from shardbook.accounts import Account
 from shardbook.engine import numerics
 from shardbook.engine.comm import Collectives
 from shardbook.engine.context import Context
+from shardbook.engine.disk_step import DiskStep
 from shardbook.engine.exchange import Totals, add_up, assumed, pack, to_fp32
 from shardbook.engine.flat import Flat, Piece
 from shardbook.engine.host_step import host_threads, planned_threads
@@ -32,7 +33,11 @@ _log = logging.getLogger("shardbook")
 class Stepper:
     """Makes the step out of what the passes have left: reduced gradients, a tally, and orders to agree on."""
 
-    def __init__(self, context: Context, names: Sequence[str], units: Sequence[Unit], pieces: PieceOptimizer, passes: Passes) -> None:
+    def __init__(
+        self, context: Context, names: Sequence[str], units: Sequence[Unit], pieces: PieceOptimizer, passes: Passes,
+        disk_step: DiskStep | None = None,
+    ) -> None:  # fmt: skip
+        self._disk, self._disk_step = context.disk, disk_step
         self._config, self._residency, self._homes = context.config, context.residency, context.homes
         self._link: Link = context.link
         steps_beside_gpu = context.homes.optimizer_away and context.storage.device.type == "cuda"
@@ -46,6 +51,8 @@ class Stepper:
 
     def step(self) -> StepReport:
         """Exchange, then scale, step and publish; or skip, on every rank alike, where something is not finite."""
+        if self._disk is not None:
+            self._disk.check_whole()
         self._journal.mark("step", "", "begin")
         try:
             report = self._make_step()
@@ -138,7 +145,10 @@ class Stepper:
         """Scale the gradients, step on the pieces, and bring the new values to wherever parameters rest."""
         if self._homes.optimizer_away or self._homes.params_away:
             with host_threads(self._num_threads) if self._num_threads else nullcontext():
-                self._pieces.step_in_parts(self._parts(scale, has_gradient))
+                if self._disk_step is not None:
+                    self._pieces.step_in_parts(self._disk_step.parts(self._units, scale, has_gradient, self._settle))
+                else:
+                    self._pieces.step_in_parts(self._parts(scale, has_gradient))
             return
         temporary = [
             flat.scaled_gradients(scale, [has_gradient[member.number] for member in flat.members])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardbook.accounts import Account, Tier
 from shardbook.engine.journal import Journal
 from shardbook.engine.pinned import pin
+from shardbook.tiers.pages import aligned, slack_nbytes
 
 
 class Buffer:
@@ -150,6 +151,12 @@ class Storage:
         if not present:
             made.give_back()
         return made
+
+    def aligned_buffer(self, account: Account, unit: str, nbytes: int) -> tuple[Buffer, Tensor]:
+        """Pageable memory of the host that a disk fills fast: a buffer, and the ``nbytes`` of it that are to be used."""
+        device, slack = torch.device("cpu") if self.device.type == "cuda" else self.device, slack_nbytes(nbytes)
+        made = Buffer(self._journal, account, unit, nbytes + slack, torch.uint8, device, slack, Tier.HOST)
+        return made, aligned(made.tensor, nbytes) if is_memory_known(made.tensor) else made.tensor[:nbytes]
 
     def host_buffer(self, account: Account, unit: str, numel: int, dtype: torch.dtype, *, padding: int = 0) -> Buffer:
         """A buffer in the host's memory, wherever the others are; where they are there too, it is booked with them."""

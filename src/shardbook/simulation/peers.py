@@ -194,7 +194,6 @@ def _check(engine: str, config: ZeroConfig) -> None:
     """Raises:
     ConfigError: what ``engine`` can't be told, with what it can.
     """
-    config.check_supported()
     precision, allowed = config.precision, _STAGES[engine]
     kept = precision.master_dtype
     if config.stage not in allowed:

@@ -65,13 +65,13 @@ class DirectFile:
     """
 
     def __init__(self, folder: Path, nbytes: int, label: str = "state") -> None:
-        self.nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        self.nbytes = 0
         _make(folder)
         self.path = folder / f"{label}-{uuid4().hex}.shardbook"
         self._descriptor = _opened(self.path)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         try:
-            self._take_space()
+            self.extend(nbytes)
             self.is_direct = _is_made_direct(self._descriptor)
         except BaseException:
             self.close()
@@ -98,6 +98,26 @@ class DirectFile:
         """
         self._transfer(os.pwritev, "writing", data, offset)
 
+    def extend(self, nbytes: int) -> None:
+        """Take space up to so many bytes, rounded up; nothing where they are there already.
+
+        Raises:
+            ConfigError: the disk has too little.
+        """
+        whole = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        if whole <= self.nbytes:
+            return
+        try:
+            os.posix_fallocate(self._descriptor, self.nbytes, whole - self.nbytes)
+        except OSError as error:
+            if error.errno not in _FULL:
+                _refuse(self.path.parent, error)
+            raise ConfigError(
+                f"Offload.path = {str(self.path.parent)!r}: needs {(whole - self.nbytes) / _GIB:.2f} GiB of "
+                f"{_free(self._descriptor) / _GIB:.2f} GiB free ({error.strerror}); free some space, or choose a folder on another disk"
+            ) from error
+        self.nbytes = whole
+
     def close(self) -> None:
         """Give the space back."""
         self._close()
@@ -123,18 +143,6 @@ class DirectFile:
             f"begin again from the last checkpoint, with Offload(path=...) on another disk",
             path=str(self.path), offset=offset, nbytes=nbytes, errno=code,
         ) from error  # fmt: skip
-
-    def _take_space(self) -> None:
-        try:
-            if self.nbytes:
-                os.posix_fallocate(self._descriptor, 0, self.nbytes)
-        except OSError as error:
-            if error.errno not in _FULL:
-                _refuse(self.path.parent, error)
-            raise ConfigError(
-                f"Offload.path = {str(self.path.parent)!r}: needs {self.nbytes / _GIB:.2f} GiB of {_free(self._descriptor) / _GIB:.2f} GiB "
-                f"free ({error.strerror}); free some space, or choose a folder on another disk"
-            ) from error
 
 
 def free_nbytes(folder: Path) -> int:

@@ -47,9 +47,12 @@ def aligned_empty(nbytes: int) -> Tensor:
     >>> aligned_empty(10_000).data_ptr() % PAGE_NBYTES
     0
     """
-    alignment = slack_nbytes(nbytes)
-    whole = in_large_pages(torch.empty(nbytes + alignment, dtype=torch.uint8))
-    return whole[-whole.data_ptr() % alignment :][:nbytes]
+    return aligned(torch.empty(nbytes + slack_nbytes(nbytes), dtype=torch.uint8), nbytes)
+
+
+def aligned(fresh: Tensor, nbytes: int) -> Tensor:
+    """The part of a tensor with that much slack which :func:`aligned_empty` would return; nobody has touched its memory yet."""
+    return in_large_pages(fresh)[-fresh.data_ptr() % slack_nbytes(nbytes) :][:nbytes]
 
 
 def slack_nbytes(nbytes: int) -> int:

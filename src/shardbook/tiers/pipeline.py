@@ -162,6 +162,11 @@ class Pipeline:
         with self._lanes.changed:
             self._raise_if_failed()
 
+    def check(self) -> None:
+        """Raise the DiskError of a read or a write that has failed, if one has; waits for nothing."""
+        with self._lanes.changed:
+            self._raise_if_failed()
+
     def forget(self) -> None:
         """Give up what :meth:`start` has begun: the file is about to be changed by somebody else."""
         self._check_idle()

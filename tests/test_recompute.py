@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardbook as sb
 from shardbook.accounts import Account, Tier
+from shardbook.engine import selective
 from shardbook.engine.engine import Engine
 from shardbook.errors import ConfigError, UsageError
 from shardbook.events import Booking, Event, Traffic, Transfer
@@ -37,9 +38,7 @@ SELECTION = [
     for row in pairwise(
         {
             **{name: values for name, values in FIELDS.items() if name not in ("scheduled", "weighted", "optimizer")},
-            "entry": [
-                "dropout", "nested", "tied", "block_twice", "frozen", "tuples", "keywords", "buffers", "checkpoint_part", "recurrent",
-            ],
+            "entry": ["dropout", "nested", "tied", "block_twice", "frozen", "keywords", "buffers", "checkpoint_part"],
             "num_ranks": [2],
             "precision": ["fp32", "bf16"],
             "recompute": KINDS,
@@ -169,7 +168,7 @@ def measured(recompute: str) -> tuple[dict[str, int], int]:
     config = sb.ZeroConfig(stage=0, recompute=sb.Recompute(**RECOMPUTES[recompute]))
     engine = sb.Engine(model, torch.optim.SGD(model.parameters(), lr=1e-9), config)
     with sb.measure(model, engine.optimizer) as run:
-        for _ in range(3):
+        for _ in range(2):
             loss = engine(torch.ones(4096, 64)).square().sum()
             engine.backward(loss)
             del loss
@@ -357,13 +356,14 @@ class Written(nn.Module):
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.first(x)
         y += x
         y = self.second(torch.tanh(y))
         for part in y.unsafe_chunk(2, -1):
             part.mul_(2)
-        return self.third(torch.sin(y))
+        y = self.third(torch.sin(y))
+        return y, torch.sin(y + 1)  # what backward needs, y + 1, has no write to y behind it
 
 
 class Behind(nn.Module):
@@ -373,8 +373,8 @@ class Behind(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x)
-            x.add_(1)
+            x, y = block(x)
+            x = x.add_(1) + y
         return x
 
 
@@ -403,6 +403,32 @@ def test_what_is_kept_never_changes_a_bit(make: Callable[[], nn.Module]) -> None
     plain = gradients(make, "none", batch)
     for kind in KINDS:
         assert all(torch.equal(one, other) for one, other in zip(gradients(make, kind, batch), plain, strict=True)), kind
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"])
+def test_attention_is_kept_unless_it_draws_numbers(name: str) -> None:
+    func = getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    place = [argument.name for argument in func._schema.arguments].index("dropout_p")
+    for dropout in (0.0, 0.1):
+        by_place = (*(None for _ in range(place)), dropout)
+        assert selective.Choice()(func, by_place, {}) is selective.Choice()(func, (), {"dropout_p": dropout}) is (dropout == 0.0)
+    assert selective.Choice()(func, (), {})
+
+
+def test_buffers_are_the_same_objects_with_the_values_of_one_forward() -> None:
+    found: list[list[Tensor]] = []
+    for kind in (*KINDS, "none"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)))
+        before = list(model.buffers())
+        engine = engine_of(model, kind, stage=0)
+        loss = sum(engine(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().sum() for number in range(2))
+        engine.backward(loss)
+        engine.step()
+        assert all(one is other for one, other in zip(model.buffers(), before, strict=True))
+        found.append([value.clone() for value in (*model.buffers(), *engine.state_dict().values())])
+        engine.close()
+    assert all(torch.equal(one, other) for other in found for one, other in zip(found[-1], other, strict=True))
 
 
 # ---- which blocks, and what becomes of the model -------------------------------------------------------------------------

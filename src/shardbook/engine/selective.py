@@ -22,7 +22,7 @@ _PRODUCTS = frozenset(
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward")
 
 
-class _Choice:
+class Choice:
     """Says of each operator of one run of a block whether its result is kept."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Keeping(TorchDispatchMode):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
-        self._kept, self._choice = kept, _Choice()
+        self._kept, self._choice = kept, Choice()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -130,7 +130,7 @@ class Serving(TorchDispatchMode):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
-        self._kept, self._choice, self._number = kept, _Choice(), 0
+        self._kept, self._choice, self._number = kept, Choice(), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if self._choice(func, args, kwargs or {}):

@@ -19,9 +19,9 @@ from tests.test_checkpoint_resume import same
 SETUP = Setup(3, 2, "bf16")
 
 
-def run(folder: Path, steps: int) -> Any:
+def run(folder: Path, steps: int, setup: Setup = SETUP) -> Any:
     """A job: go on from the last checkpoint, if there is one, and save after every step."""
-    engine = build(SETUP)
+    engine = build(setup)
     if finished(folder):
         extra = engine.load(folder)
         assert extra == {"next": engine.num_steps}
@@ -35,14 +35,14 @@ def run(folder: Path, steps: int) -> Any:
     return found
 
 
-def killed(folder: Path, rng: random.Random, steps: int, *, inside: bool) -> tuple[int, bool]:
+def killed(folder: Path, rng: random.Random, steps: int, setup: Setup, *, inside: bool) -> tuple[int, bool]:
     """Start the run, kill one rank or both at some moment, or at some moment inside a save; the step whose save had ended before that,
     and whether one was under way.
     """
     before = reached(folder)
     workers = ranks.server().fork(2, "gloo")
     for worker in workers:
-        worker.send(run, (folder, steps), {})
+        worker.send(run, (folder, steps, setup), {})
     until = time.monotonic() + 30
     while reached(folder) == before and time.monotonic() < until:
         time.sleep(0.002)
@@ -85,22 +85,22 @@ class Killed:
     rubbish: list[str] = field(default_factory=list)
 
 
-def killed_often(folder: Path, kills: int, seed: int) -> Killed:
+def killed_often(folder: Path, kills: int, seed: int, setup: Setup = SETUP) -> Killed:
     """Kill a run again and again, let it end, and hold it against one that nobody killed."""
     steps = 12 * kills
     (folder / "whole").mkdir()
-    expected = ranks.call(2, run, folder / "whole", steps, seconds=180.0)
+    expected = ranks.call(2, run, folder / "whole", steps, setup, seconds=180.0)
     rng, found = random.Random(seed), Killed(num_kills=kills)
     broken = folder / "broken"
     broken.mkdir()
     for number in range(kills):
-        last, was_inside = killed(broken, rng, steps, inside=number % 2 == 0)
+        last, was_inside = killed(broken, rng, steps, setup, inside=number % 2 == 0)
         found.num_inside += was_inside
         path = find(broken)
         found.damaged += faults(path)
         if int(path.name[5:]) < last:
             found.lost.append(f"step {last}: {path.name} is the last one")
-    found.is_same = same(ranks.call(2, run, broken, steps, seconds=180.0), expected)
+    found.is_same = same(ranks.call(2, run, broken, steps, setup, seconds=180.0), expected)
     wanted = {"reached", *(f"step-{step:05d}" for step in (steps - 1, steps))}
     found.rubbish = sorted({path.name for path in broken.iterdir()} ^ wanted)
     return found

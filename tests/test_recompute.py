@@ -8,6 +8,7 @@ import copy
 import gc
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardbook as sb
+from benchmarks.forecast_grid import Point, measure_all_from_the_start
+from benchmarks.simulation_grid import pairs_of, simulate
 from shardbook.accounts import Account, Tier
 from shardbook.engine import selective
 from shardbook.engine.engine import Engine
@@ -215,6 +218,23 @@ def test_fake_tensors_book_what_a_real_run_books(kind: str) -> None:
         real = ranks.call(2, bookings_of, kind, stage, False)[0]
         assert ranks.fake_rank(2, bookings_of, kind, stage, True) == real
         assert bool(real[1]) is (kind == "inputs")
+
+
+POINTS = [
+    Point(shape="small decoder", stage=stage, micro_batch=8, optimizer="sgd", recompute=recompute)
+    for stage, recompute in product((0, 3), ("full", "every 2", "selective", "offload"))
+]
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_simulated_peak_is_that_of_a_real_run() -> None:
+    """To the byte and by account, in the first step and later."""
+    torch.set_num_threads(1)
+    for point, saw in zip(POINTS, ranks.call(2, measure_all_from_the_start, POINTS)[0], strict=True):
+        for pair in pairs_of(point, saw, simulate(point, 0)):
+            assert pair.simulated.allocated == pair.measured.allocated, point
+            assert pair.simulated.books == {name: nbytes for name, nbytes in pair.measured.books.items() if nbytes}, point
 
 
 # ---- inputs on the host --------------------------------------------------------------------------------------------------

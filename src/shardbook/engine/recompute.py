@@ -109,7 +109,7 @@ class _Call:
 
     def __init__(self, block: _Block, shape: Any, storage: Storage, kept: Kept | None) -> None:
         self._block, self._shape, self._storage, self._kept = block, shape, storage, kept
-        self._states: list[Tensor] = []
+        self._states: _RandomStates | None = None
         self._held: list[Held] = []
         self._is_over = False
 
@@ -125,7 +125,7 @@ class _Call:
                 slot.used()
 
     def _first(self, args: Any, kwargs: Any) -> Any:
-        self._states = self._random_states(Account.ACTIVATION)
+        self._states = _RandomStates(self._storage, Account.ACTIVATION, self._block.unit)
         self._held = self._block.changing.hold(self._storage, self._block.unit)
         kept = self._kept
         with nullcontext() if kept is None else Keeping(kept):
@@ -139,30 +139,37 @@ class _Call:
     def _again(self, args: Any, kwargs: Any) -> Any:
         kept = self._kept
         serving: AbstractContextManager[Any] = nullcontext() if kept is None else Serving(kept)
-        now = self._random_states(Account.WORKSPACE)
-        device = self._storage.device
-        _set_random_states(self._states, device)
+        now = _RandomStates(self._storage, Account.WORKSPACE, self._block.unit)
+        assert self._states is not None
+        self._states.restore()
         try:
             with self._block.changing.as_held(self._held, self._storage, self._block.unit), serving:
                 return self._block.original(*args, **kwargs)
         finally:
-            _set_random_states(now, device)
-
-    def _random_states(self, account: Account) -> list[Tensor]:
-        """Of the generators that a forward draws from: the host's, and the device's where that is another."""
-        device = self._storage.device
-        states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        for state in states:
-            self._storage.adopt(state, account, self._block.unit)
-        return states
+            now.restore()
 
 
-def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
+class _RandomStates:
+    """Of the generators that a forward draws from: the host's, and the device's where that is another.
+
+    A generator makes its copy without an operator, so it is booked here. Among fake tensors it is real, and a fake one is booked for it.
+    """
+
+    def __init__(self, storage: Storage, account: Account, unit: str) -> None:
+        self._device = storage.device
+        self._states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            self._states.append(torch.cuda.get_rng_state(self._device))
+        if storage.is_fake:
+            self._booked = [storage.fresh(account, unit, state.numel(), state.dtype) for state in self._states]
+        else:
+            self._booked = [storage.adopt(state, account, unit) for state in self._states]
+
+    def restore(self) -> None:
+        """Draw from here again."""
+        torch.set_rng_state(self._states[0])
+        if len(self._states) > 1:
+            torch.cuda.set_rng_state(self._states[1], self._device)
 
 
 def _blocks(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

@@ -163,6 +163,11 @@ class Storage:
         tier = Tier.DEVICE if self.device.type == "cpu" else Tier.HOST
         return Buffer(self._journal, account, unit, numel, dtype, torch.device("cpu"), padding, tier)
 
+    @property
+    def is_fake(self) -> bool:
+        """Whether tensors made now have no values."""
+        return not is_memory_known(torch.empty(0, device=self.device))
+
     def adopt(self, tensor: Tensor, account: Account, unit: str) -> Tensor:
         """Book a tensor that lives as long as somebody holds it, until its storage dies."""
         storage = tensor.untyped_storage()

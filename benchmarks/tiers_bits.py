@@ -1,7 +1,7 @@
 """Every stage with every recomputation and offload, beside the plain loop, to the bit: two ranks, a block model of the zoo.
 
-    python -m benchmarks.tiers_bits            all, in batches that share one plain run
-    python -m benchmarks.tiers_bits --few      a selection, to see whether it runs
+python -m benchmarks.tiers_bits            all, in batches that share one plain run
+python -m benchmarks.tiers_bits --few      a selection, to see whether it runs
 """
 
 import argparse

@@ -80,3 +80,30 @@ def test_freed_memory_stays() -> None:
         for how in ("on", "off")
     }
     assert found == {"on": ["True", "True"], "off": ["False", "False"]}
+
+
+BUILT = """
+import sys, torch
+from shardbook.tiers.memory import keep_freed_memory, map_large_blocks
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+if sys.argv[1] == "on":
+    map_large_blocks()
+else:
+    keep_freed_memory()
+before, kept = resident(), []
+for _ in range(16):
+    brief, stays, longer = torch.ones(1 << 20), torch.ones(1 << 20), torch.ones(1 << 21)
+    kept.append(stays)
+    del brief, longer
+print(resident() - before < 1.3 * 16 * (4 << 20))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, and glibc's allocator")
+def test_blocks_of_their_own_leave_no_holes() -> None:
+    found = {
+        how: subprocess.run([sys.executable, "-c", BUILT, how], check=True, capture_output=True, text=True).stdout.strip()
+        for how in ("on", "off")
+    }
+    assert found == {"on": "True", "off": "False"}

@@ -41,7 +41,7 @@ from shardbook.engine.watch import Watch
 from shardbook.errors import ConfigError, UsageError
 from shardbook.events import Observer
 from shardbook.structure import Structure
-from shardbook.tiers.memory import keep_freed_memory
+from shardbook.tiers.memory import keep_freed_memory, map_large_blocks
 
 
 class Engine:
@@ -78,8 +78,6 @@ class Engine:
         named = check_model(model)
         group = _group_of(mesh)
         place = choose_device(named, device, group)
-        if place.type == "cpu":
-            keep_freed_memory()
         _check_scheduler(scheduler, optimizer)
         if optimizer is not None:
             check_groups(optimizer, named)
@@ -90,6 +88,8 @@ class Engine:
         self._context = context = _connect(group, config, place)
         self._journal, self._watch, self._transport = context.journal, context.watch, context.transport
         self._disk_step = None if optimizer is None else _on_disk(context, optimizer)
+        if place.type == "cpu":
+            map_large_blocks()
         with torch.no_grad():
             self._policy = Policy(config.precision, named.items())
             self._units = build_units(context, model, named, self._policy, trains=optimizer is not None, init=init)
@@ -109,6 +109,8 @@ class Engine:
         if self._recomputation is not None:
             self._passes.on_backward = self._recomputation.look_ahead
         self._journal.phase = self._watch.activity = "idle"
+        if place.type == "cpu":
+            keep_freed_memory()  # which steps take and free
         # an engine that nobody holds any more gives its threads and its process group back, closed or not
         self._finalizer = weakref.finalize(self, _give_back, self._watch, self._transport, self._recomputation)
 

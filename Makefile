@@ -7,7 +7,7 @@ PEERS := .venv-peers/bin
 PEERS_STAMP := .venv-peers/.installed
 PEER_PINS := -c constraints.txt -c benchmarks/constraints-peers.txt
 
-.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books evidence-forecast evidence-simulation evidence-verify evidence-checkpoints clean
+.PHONY: help setup peers demo test test-full test-peers lint format evidence-engine evidence-books evidence-forecast evidence-simulation evidence-verify evidence-checkpoints evidence-tiers clean
 
 help:
 	@echo "make demo               train a small decoder on real text: two ranks, ZeRO-3, a plain loop beside it"
@@ -22,6 +22,7 @@ help:
 	@echo "make evidence-simulation  both witnesses beside measured steps, FSDP2 and DDP too, and what a simulation costs; writes docs/accuracy.md"
 	@echo "make evidence-verify    200 right configurations, faults put in for real, DeepSpeed (after make peers), and what a record costs"
 	@echo "make evidence-checkpoints  pairs of shapes, 50 kills, 1,000 corruptions, memory, and throughput beside plain reading and writing"
+	@echo "make evidence-tiers     recomputation and offload: bits, books, a disk's speed, a budget, kills, advice; DeepSpeed's after make peers"
 
 setup: $(STAMP)
 
@@ -81,6 +82,9 @@ evidence-verify: $(STAMP)
 
 evidence-checkpoints: $(STAMP)
 	$(BIN)/python -m benchmarks.evidence_checkpoints
+
+evidence-tiers: $(STAMP)
+	$(BIN)/python -m benchmarks.evidence_tiers
 
 clean:
 	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis build dist

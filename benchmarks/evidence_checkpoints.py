@@ -6,25 +6,17 @@
 Each part ends in promises; the exit code is 1 where one doesn't hold.
 """
 
-import argparse
-import os
-import subprocess
 import sys
 import tempfile
-import time
-import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from benchmarks import checkpoint_async, checkpoint_speed
-from benchmarks.evidence_engine import Section, prose, table, write
+from benchmarks.evidence_engine import Section, prose, table
+from benchmarks.evidence_page import ROOT, run, tested
 from tests import ranks, test_checkpoint_fuzz, test_checkpoint_kill, test_checkpoint_memory, test_checkpoint_pairs
 
-ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "docs" / "evidence" / "checkpoints.md"
 NUM_KILLS, NUM_CORRUPTIONS = 50, 1000
 SHARE = 0.8
 MIB = 2**20
@@ -210,22 +202,10 @@ def export_lines(section: Section) -> list[str]:
     lines: list[str] = []
     for kind in ("import", "transformers"):
         for path in sorted((ROOT / "tests").glob(f"test_checkpoint_{kind}.py")):
-            passed, failed = _tested(path)
+            passed, failed = tested(path)
             lines += [f"* {name}" for name in failed]
             section.promise(f"{path.name}: {passed} tests passed, {len(failed)} failed", holds=not failed and passed > 0)
     return lines + [""] * bool(lines)
-
-
-def _tested(path: Path) -> tuple[int, list[str]]:
-    """(passed, names of those that failed) of a file of tests."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "full or not full", f"--junitxml={report}", str(path)]
-        subprocess.run(command, check=False, cwd=ROOT, stdout=subprocess.DEVNULL)
-        cases = list(ET.parse(report).iter("testcase"))
-    failed = [case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    return len(cases) - len(failed) - skipped, failed
 
 
 PARTS: dict[str, Callable[[], Section]] = {
@@ -239,39 +219,5 @@ PARTS: dict[str, Callable[[], Section]] = {
 }
 
 
-def page(sections: Sequence[Section], seconds: float) -> str:
-    promises = [promise for section in sections for promise in section.promises]
-    lines = ["# Evidence: checkpoints", ""]
-    lines += prose(
-        f"Written by `make evidence-checkpoints` in {seconds / 60:.1f} minutes on {os.cpu_count()} cores with",
-        f"torch {torch.__version__}; a rank",
-        "has one intra-op thread, and ranks are processes on gloo.",
-    )
-    lines += [*(f"* {'holds' if holds else '**FAILS**'}: {statement}" for statement, holds in promises), ""]
-    for section in sections:
-        lines += [f"## {section.title}", "", *section.text]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="only these, printed and not written")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    sections: list[Section] = []
-    try:
-        for name in options.parts or PARTS:
-            sections.append(PARTS[name]())
-            print(f"{name}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
-    finally:
-        ranks.stop_all()
-    text = page(sections, time.monotonic() - began)
-    if not options.parts:
-        write(text, TARGET)
-    print(text)
-    return 0 if all(holds for section in sections for _, holds in section.promises) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("checkpoints", __doc__, PARTS))

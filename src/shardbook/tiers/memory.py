@@ -38,7 +38,8 @@ def map_large_blocks() -> bool:
 
 def _set(*settings: tuple[int, int]) -> bool:
     found = _found_mallopt()
-    return found is not None and all([found(name, value) for name, value in settings])
+    taken = [] if found is None else [found(name, value) for name, value in settings]  # all of them, whatever one says
+    return bool(taken) and all(taken)
 
 
 @functools.cache

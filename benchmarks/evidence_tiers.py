@@ -1,0 +1,89 @@
+"""What memory tiers are worth: bits, books, the bottleneck that moves, a disk's speed, a budget, DeepSpeed's offload, kills, advice.
+
+    make evidence-tiers                                  all, written to docs/evidence/tiers.md
+    python -m benchmarks.evidence_tiers --parts bits     one part, printed
+
+Each part ends in promises; the exit code is 1 where one doesn't hold.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import tiers_bits, tiers_budget
+from benchmarks.evidence_engine import Section, prose, table
+from benchmarks.evidence_page import ROOT, run, tested
+from tests import test_checkpoint_kill, test_offload_kill
+
+NUM_KILLS = 20
+GIB = 2**30
+
+
+def bits() -> Section:
+    section = Section(title="The same training")
+    chosen = list(tiers_bits.cases())
+    section.text += prose(
+        f"{len(chosen)} runs of two ranks: every stage with every recomputation (none, full, every second block, selective, full with",
+        "inputs on the host) and every offload that the stage has (optimizer on the host or a disk, parameters on the host, both), fp32",
+        "and bf16, clipping on and off, one micro-batch and three. Reports of each step, weights, masters, moments and buffers beside the",
+        "plain loop's, to the bit.",
+    )
+    found = tiers_bits.run(chosen)
+    wrong = {case: texts for case, texts in found.items() if texts}
+    section.text += [f"* {case}: {texts[0]}" for case, texts in wrong.items()] + [""] * bool(wrong)
+    section.promise(f"equal to the plain loop to the bit: {len(found) - len(wrong)} of {len(found)}", holds=not wrong)
+    return section
+
+
+def budget() -> Section:
+    section = Section(title="Six GiB of state in two")
+    with tempfile.TemporaryDirectory() as folder:
+        found = tiers_budget.compare(Path(folder))
+    state, limit = found.shape.state_nbytes / GIB, found.shape.budget / GIB
+    section.text += prose(
+        f"{found.shape.layers} layers of {found.shape.width}², one rank at stage 3, 2+2+4+8: {state:.2f} GiB of training state; five steps",
+        f"with the optimizer on a disk within {limit:.2f} GiB, held by the books (which raise at the first byte beyond) and by the system",
+        "(`RLIMIT_DATA`), and five without offload and limit.",
+    )
+    rows = [
+        [name, f"{run.peak_nbytes / GIB:.2f}", f"{run.seconds:.1f}", run.digest[:12]]
+        for name, run in (("within the budget, on a disk", found.limited), ("without limit, in memory", found.free))
+    ]
+    section.text += [*table(["run", "peak, GiB", "s a step", "weights"], rows), ""]
+    section.promise(f"peak {found.limited.peak_nbytes / GIB:.2f} of {limit:.2f} GiB", holds=found.limited.peak_nbytes <= found.shape.budget)
+    section.promise("losses and weights are those of the run without limit, to the bit", holds=found.is_same)
+    section.promise(f"without offload the forecast says: {found.without}", holds=found.without == "does not fit")
+    return section
+
+
+def kills() -> Section:
+    section = Section(title="Kills and errors of the disk")
+    section.text += prose(
+        f"Two ranks at stage 3 with master and moments on a disk save after every step; {NUM_KILLS} times one of them, or both, are",
+        "ended by",
+        "SIGKILL at a random moment, every second time at one inside a save, and started again. Errors of the disk (EIO, short reads and",
+        "writes, none at all, no space, no direct I/O, a step that ends half-way) are put in by the tests named below.",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        found = test_checkpoint_kill.killed_often(Path(folder), NUM_KILLS, 3, test_offload_kill.DISK)
+    where = f"{found.num_kills} kills, {found.num_inside} of them inside a save"
+    section.promise(
+        f"{where}: {len(found.damaged)} damaged checkpoints, {len(found.lost)} lost", holds=not found.damaged and not found.lost
+    )
+    same = "the uninterrupted one, bit for bit" if found.is_same else "ANOTHER than the uninterrupted one"
+    section.promise(f"the finished run is {same}", holds=found.is_same)
+    rubbish = [*found.rubbish, *test_offload_kill.left_behind()]
+    section.promise(f"left behind: {', '.join(rubbish) or 'nothing'}", holds=not rubbish)
+    for name in ("tiers_direct", "tiers_pipeline", "offload_disk", "checkpoint_disk"):
+        path = ROOT / "tests" / f"test_{name}.py"
+        passed, failed = tested(path)
+        section.promise(f"{path.name}: {passed} tests passed, {len(failed)} failed", holds=not failed and passed > 0)
+    return section
+
+
+PARTS: dict[str, Callable[[], Section]] = {"bits": bits, "budget": budget, "kills": kills}
+
+
+if __name__ == "__main__":
+    sys.exit(run("tiers", __doc__, PARTS))

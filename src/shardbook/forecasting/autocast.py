@@ -87,7 +87,9 @@ class Autocast(Kernels):
         super().backward(root)
         self._in_backward = False
 
-    def checkpoint(self, forward: Callable[[Value], Value], x: Value, choose: Callable[[], Callable[[str], bool]] | None = None) -> Value:
+    def checkpoint(
+        self, forward: Callable[[Value], Value], x: Value, choose: Callable[[], Callable[[str], bool]] | None = None, unit: str = ""
+    ) -> Value:
         """The second pass has a context, hence casts, of its own."""
 
         def pass_once(inner: Value) -> Value:
@@ -96,4 +98,4 @@ class Autocast(Kernels):
                 self._casts.clear()
             return out
 
-        return super().checkpoint(pass_once, x, choose)
+        return super().checkpoint(pass_once, x, choose, unit)

@@ -106,7 +106,7 @@ def elsewhere(structure: Structure, config: ZeroConfig, moments: Moments = OPTIM
     >>> from shardbook.structure import FlatFacts, GroupFacts
     >>> model = Structure.of_equal_units(FlatFacts(numels=(1000,)), GroupFacts(num_ranks=4))
     >>> elsewhere(model, ZeroConfig(stage=2, offload=Offload(optimizer="host")))
-    {'host': {'MASTER': 1024, 'MOMENT': 2052, 'GRAD': 1024, 'WORKSPACE': 2097152}}
+    {'host': {'MASTER': 1024, 'MOMENT': 2052, 'GRAD': 1024, 'WORKSPACE': 2097160}}
     """
     found: dict[str, Mapping[str, int]] = {}
     for tier in (Tier.HOST, Tier.DISK):
@@ -255,11 +255,16 @@ def workspace(structure: Structure, config: ZeroConfig, moments: Moments = OPTIM
         for form in _forms(structure, config)
         if form.trainable and form.stepped_nbytes != form.grad_nbytes
     ]
-    return slots(structure, config, moments) + max([8 * BLOCK_NUMEL, *casts])
+    return slots(structure, config, moments) + max([squares_nbytes(Tier.HOST), *casts])
 
 
 BLOCK_NUMEL = 1 << 18
 """Elements of the fp64 scratch in which squares are added up at the step."""
+
+
+def squares_nbytes(tier: Tier) -> int:
+    """Of that scratch, and on the host of one block's sum, before it joins those on the device."""
+    return 8 * BLOCK_NUMEL + 8 * (tier is Tier.HOST)
 
 
 def _plan(structure: Structure, config: ZeroConfig, moments: Moments) -> disk.Plan:

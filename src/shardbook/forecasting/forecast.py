@@ -111,7 +111,7 @@ def answer(question: Question) -> Forecast:
         host=peak.host,
         disk=held.between.get("disk", {}),
         between=held.between,
-        moved=held.moved,
+        moved=_moved(question, held, peak),
         sent=sent_of(question),
         holdings=held.holdings,
         phases=peak.phases,
@@ -125,6 +125,14 @@ def answer(question: Question) -> Forecast:
         inputs=_inputs(question),
         warnings=(*facts.notes, *warnings_of(question, held.convention)),
     )
+
+
+def _moved(question: Question, held: State, peak: Peak) -> Mapping[str, int]:
+    """Link to bytes: of states, and of inputs that recomputed blocks keep on the host."""
+    rested = peak.rested * question.config.accumulate
+    if not rested:
+        return held.moved
+    return {**held.moved, **{link: held.moved.get(link, 0) + rested for link in ("device to host", "host to device")}}
 
 
 def _with_budgets(question: Question, held: State, peak: Peak) -> Peak:

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from typing import Optional
 
 from shardbook.accounts import Account
+from shardbook.forecasting.recomputing import Recomputing
 from shardbook.forecasting.tape import Memory, Tape
 
 Rule = Callable[["Node", list[Optional["Value"]]], Sequence[Optional["Value"]]]
@@ -74,6 +75,7 @@ class Graph:
         self._chosen: Callable[[str], bool] | None = None  # which operators' results a first pass keeps
         self._kept: list[Memory] = []
         self._replays = False
+        self.recomputing: Recomputing | None = None
 
     def new(self, numel: int, width: int, label: str = "", account: Account = Account.WORKSPACE) -> Value:
         """A result in memory of its own."""
@@ -90,15 +92,24 @@ class Graph:
         self._kept.append(value.memory)
         return value
 
-    def checkpoint(self, forward: Callable[[Value], Value], x: Value, choose: Callable[[], Callable[[str], bool]] | None = None) -> Value:
-        """``torch.utils.checkpoint``: keeps ``x`` and what ``choose`` says, and runs ``forward`` once more in backward."""
-        numel, width = x.numel, x.width
+    def checkpoint(
+        self, forward: Callable[[Value], Value], x: Value, choose: Callable[[], Callable[[str], bool]] | None = None, unit: str = ""
+    ) -> Value:
+        """``torch.utils.checkpoint``: keeps ``x`` and what ``choose`` says, and runs ``forward`` once more in backward.
+
+        Where :attr:`recomputing` is set, as shardbook's engine does it: with random states, and inputs that may rest on the host.
+        """
+        numel, width, recomputing = x.numel, x.width, self.recomputing
+        call = None if recomputing is None or x.node is None else recomputing.leave(unit, numel * width)
+        states = None if recomputing is None else recomputing.hold_states(Account.ACTIVATION)
         out, kept = self._first_pass(forward, x, choose)
 
         def rule(node: Node, grads: list[Value | None]) -> list[Value | None]:
+            nonlocal states
             gradient = grads.pop()
             assert gradient is not None
-            again = Value(node.saved[0], numel, width)
+            now = None if recomputing is None else recomputing.hold_states(Account.WORKSPACE)
+            again = Value(node.saved[0] if call is None else call.take(), numel, width)
             found: list[Value | None] = []
 
             def caught(_: Node, arrived: list[Value | None]) -> list[Value | None]:
@@ -107,16 +118,19 @@ class Graph:
 
             again.node = Node(0, [], caught)
             before = (self._chosen, self._kept, self._replays)
-            self._chosen, self._kept, self._replays = choose() if choose else None, node.saved[1:], True
+            self._chosen, self._kept, self._replays = choose() if choose else None, node.saved[0 if call else 1 :], True
             result = forward(again)
             self._chosen, self._kept, self._replays = before
             assert result.node is not None
             start, slot = result.node, result.slot
-            del result, again
+            del result, again, now
             self.backward_from(start, slot, gradient)
+            states = None
+            if recomputing is not None and call is not None:
+                recomputing.end(call)
             return found
 
-        node = self.node([x], rule, [x])
+        node = self.node([x], rule, [x] if call is None else [])
         if node is not None:
             node.saved += kept
         out.node = node

@@ -12,11 +12,13 @@ from shardbook.forecasting.blocks.setting import Setting
 from shardbook.forecasting.blocks.style import STYLES, compiled
 from shardbook.forecasting.conventions import ACCOUNTS
 from shardbook.forecasting.engines.kinds import engine_for, kernels_for
+from shardbook.forecasting.engines.shardbook import Shardbook
 from shardbook.forecasting.question import Question
+from shardbook.forecasting.recomputing import Recomputing
 from shardbook.forecasting.result import PhasePeak
 from shardbook.forecasting.state import State, away
 from shardbook.forecasting.tape import Tape
-from shardbook.forecasting.walk import Walk
+from shardbook.forecasting.walk import Residence, Walk
 
 USUAL = {"shardbook": "shardbook", "deepspeed": "transformers", "fsdp2": "plain", "ddp": "transformers", "megatron": "megatron"}
 """Whose code the blocks are where nobody says."""
@@ -30,7 +32,8 @@ class Peak:
     """The highest instant. ``loss``: account to bytes of the logits and what follows them, live then; ``phase`` is "" without a walk.
 
     ``host``: account to bytes of the host's memory when that held most. ``pooled``: the highest totals of all pools of a caching
-    allocator together, reached at different instants.
+    allocator together, reached at different instants. ``rested``: bytes of recomputation's inputs that go to the host in a micro-batch,
+    and come back.
     """
 
     accounts: Mapping[str, int]
@@ -40,6 +43,7 @@ class Peak:
     loss: Mapping[str, int] = field(default_factory=dict[str, int])
     saved: Mapping[str, int] = field(default_factory=dict[str, int])
     host: Mapping[str, int] = field(default_factory=dict[str, int])
+    rested: int = 0
     pooled: int = 0
 
     @property
@@ -52,9 +56,9 @@ def peak_of(question: Question, state: State) -> Peak:
     placement = state.placement
     if question.micro_batch is None or placement is None or not placement.weights:
         return Peak(accounts=state.accounts, host=state.host)
-    tape = _walked(question, state, steady=True)
+    tape, rested = _walked(question, state, steady=True)
     found = _by_phase(_on_device(question, tape.peaks()))
-    first = [replace(peak, first=True) for peak in _by_phase(_on_device(question, _walked(question, state, steady=False).peaks()))]
+    first = [replace(peak, first=True) for peak in _by_phase(_on_device(question, _walked(question, state, steady=False)[0].peaks()))]
     highest = max(found, key=lambda peak: peak.nbytes)
     live = tape.live_at_peak()
     return Peak(
@@ -65,6 +69,7 @@ def peak_of(question: Question, state: State) -> Peak:
         loss=_loss(live),
         saved=_saved(live),
         host=tape.host or state.host,
+        rested=rested,
         pooled=sum(tape.pools().values()),
     )
 
@@ -104,7 +109,8 @@ MICRO_BATCHES = 3
 """The first, the last, and one between them: all between are alike."""
 
 
-def _walked(question: Question, state: State, *, steady: bool) -> Tape:
+def _walked(question: Question, state: State, *, steady: bool) -> tuple[Tape, int]:
+    """The tape of a step, and bytes of inputs that rest on the host, of one micro-batch."""
     num_micro_batches = min(MICRO_BATCHES, question.config.accumulate)
     question = replace(question, config=replace(question.config, accumulate=num_micro_batches))
     tape = Tape(granule=512 if question.device is not None else 1)
@@ -113,12 +119,23 @@ def _walked(question: Question, state: State, *, steady: bool) -> Tape:
     tape.take(Account.WORKSPACE, _library_workspaces(question), "workspaces of cuBLAS")
     tape.take(Account.INPUT, setting.rows * NUM_BYTES_OF_A_TOKEN, "inputs and targets")
     walk = Walk(tape, engine, kernels_for(question, engine))
+    recomputing = _recomputing(question, tape, engine)
+    walk.ops.recomputing = recomputing
     model = Decoder(setting, weights, recomputed=_recomputed(question), choose=_choice(question))
     with _no_collection():
         for _ in range(num_micro_batches):
             walk.micro_batch(lambda: model.loss(walk))
         walk.step()
-    return tape
+    return tape, 0 if recomputing is None else recomputing.moved // num_micro_batches
+
+
+def _recomputing(question: Question, tape: Tape, engine: Residence) -> Recomputing | None:
+    """shardbook's own way of recomputing; None: another engine's, or none."""
+    if not isinstance(engine, Shardbook) or question.config.recompute.policy == "none":
+        return None
+    found = Recomputing(tape, rests=question.config.recompute.offload, on_cuda=question.device is not None)
+    engine.on_backward = found.look_ahead
+    return found
 
 
 def _library_workspaces(question: Question) -> int:

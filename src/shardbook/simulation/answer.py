@@ -41,7 +41,7 @@ def answer(asked: Asked, run: Run, model: Model) -> Forecast:
         stage=asked.config.stage,
         convention=convention,
         accounts=accounts,
-        persistent=sum(run.later.after.get(account, 0) for account in ACCOUNTS),
+        persistent=sum(run.later.after["device"].get(account, 0) for account in ACCOUNTS),
         peak_allocated=highest.allocated,
         peak_reserved=reserved,
         peak_phase=highest.phase,
@@ -49,6 +49,10 @@ def answer(asked: Asked, run: Run, model: Model) -> Forecast:
         dominant=dominant,
         next_dominant=dominant if step is None else bottleneck.dominant(step.accounts_after),
         not_modelled=_not_modelled(asked),
+        host=run.later.host,
+        disk=run.later.after["disk"],
+        between={tier: held for tier, found in run.later.after.items() if (held := _state(tier, found))},
+        moved=run.moved,
         sent=run.sent,
         phases=(*_phases(run.later, first=False), *_phases(run.first, first=True)),
         above=beyond,
@@ -61,6 +65,11 @@ def answer(asked: Asked, run: Run, model: Model) -> Forecast:
         witness="simulation",
         simulated=_simulated(asked, run),
     )
+
+
+def _state(tier: str, found: Mapping[str, int]) -> dict[str, int]:
+    """What an engine holds between steps, without what belongs to whoever trains."""
+    return {account: nbytes for account, nbytes in found.items() if tier != "device" or account in ACCOUNTS}
 
 
 def _convention(asked: Asked, optimizer: Any) -> Convention:

@@ -67,10 +67,10 @@ def extrapolated(asked: Asked, given: Functions, model: nn.Module, chain: Chain)
         return None
     first = _observed([one.first for one in runs], chain)
     later = _observed([one.later for one in runs], chain)
-    sent = _line([one.sent for one in runs], chain.length)
-    if first is None or later is None or sent is None:
+    sent, moved = _line([one.sent for one in runs], chain.length), _lines([one.moved for one in runs], chain.length)
+    if first is None or later is None or sent is None or moved is None:
         return None
-    return replace(runs[-1], first=first, later=later, sent=sent, seconds=sum(one.seconds for one in runs), blocks=DEPTHS[-1])
+    return replace(runs[-1], first=first, later=later, sent=sent, moved=moved, seconds=sum(one.seconds for one in runs), blocks=DEPTHS[-1])
 
 
 def _with_units(config: ZeroConfig, whole: Sequence[Part], short: nn.Module) -> ZeroConfig | None:
@@ -109,12 +109,16 @@ def _observed(short: Sequence[Observed], chain: Chain) -> Observed | None:
         height = replace(series[-1], unit=unit, allocated=allocated, books=line)
         heights.append(height)
         rough += [height] if is_rough else []
-    after = _lines([one.after for one in short], chain.length)
+    after = {tier: _lines([one.after[tier] for one in short], chain.length) for tier in short[0].after}
+    host = [one.host for one in short]
     top = max(height.allocated for height in heights)
     peaks = [height for height in heights if height.allocated == top]
-    if after is None or any(height in rough or height.books != peaks[0].books for height in peaks):
+    held = {tier: accounts for tier, accounts in after.items() if accounts is not None}
+    if held.keys() != after.keys() or any(height in rough or height.books != peaks[0].books for height in peaks):
         return None  # an exact peak is all that is promised; of two as high, which came first isn't known
-    return replace(short[-1], heights=tuple(heights), after=after)
+    return replace(
+        short[-1], heights=tuple(heights), after=held, host=_lines(host, chain.length) or _roughly(host, chain.length)
+    )  # fmt: skip
 
 
 def _roughly(series: Sequence[Mapping[str, int]], length: int) -> dict[str, int]:

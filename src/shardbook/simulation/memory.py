@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardbook.accounts import Tier
+from shardbook.events import Booking
 from shardbook.ledger.allocator import Change
 from shardbook.ledger.watcher import tensors_among
 from shardbook.simulation.sent import sent_nbytes
@@ -28,14 +30,17 @@ _DEVICE = torch.ops.prim.device.default
 
 class FakeMemory(TorchDispatchMode):
     """See the file's header. ``mode`` is the fake mode whose tensors count, except while ``shapes_only`` says that an operator runs for
-    the shape of its result alone. All changes since the beginning are kept in ``trace``, and ``sent`` are
-    the bytes that collectives of torch's own have sent.
+    the shape of its result alone. All changes since the beginning are kept, those that are not the host's (:meth:`book`) in
+    ``trace``, and ``sent`` are the bytes that collectives of torch's own have sent.
     """
 
     def __init__(self, mode: FakeTensorMode, workspaces: Workspaces, shapes_only: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
         self._mode, self._workspaces, self._shapes_only = mode, workspaces, shapes_only
-        self.trace: list[Change] = []
+        self._trace: list[Change] = []
+        self._last: dict[int, int] = {}  # by address: where in the trace its last allocation is
+        self._away: set[int] = set()  # places in the trace
+        self._real: set[int] = set()  # addresses of storages with values
         self.sent = 0
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -105,7 +110,30 @@ class FakeMemory(TorchDispatchMode):
     def _tell(self, address: int, nbytes: int) -> None:
         change = Change(time.perf_counter_ns(), address, nbytes)
         self._changes.append(change)
-        self.trace.append(change)
+        if address >= 0:
+            if nbytes > 0:
+                self._last[address] = len(self._trace)
+            elif self._last.get(address) in self._away:
+                self._away.add(len(self._trace))
+        self._trace.append(change)
+
+    def book(self, booking: Booking) -> None:
+        """What the engine says of its memory: what is the host's is no device's; and some of it has values (random states), and is not
+        seen by operators here.
+        """
+        address = booking.address
+        if not address or booking.tier is Tier.DISK:
+            return
+        if address not in self._live and (booking.nbytes > 0) != (address in self._real):
+            self._tell(address, booking.nbytes)
+            self._real ^= {address}
+        if booking.nbytes > 0 and booking.tier is not Tier.DEVICE:
+            self._away.add(self._last[address])
+
+    @property
+    def trace(self) -> list[Change]:
+        """All changes of the device's memory."""
+        return [change for place, change in enumerate(self._trace) if place not in self._away]
 
     # ---- what the ledger asks ------------------------------------------------------------------------------------------------
 

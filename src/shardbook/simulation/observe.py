@@ -13,11 +13,16 @@ from shardbook.simulation.trainers import Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """``heights``: the highest instants, by phase, or finely by unit and operator. ``after``: account to bytes when the step is over."""
+    """``heights``: the highest instants of the device, by phase, or finely by unit and operator.
+
+    ``after``: tier (``device``, ``host``, ``disk``) to account to bytes when the step is over. ``host``: account to bytes of the host's
+    memory when that held most.
+    """
 
     document: RunDocument
     heights: tuple[Height, ...]
-    after: Mapping[str, int]
+    after: Mapping[str, Mapping[str, int]]
+    host: Mapping[str, int]
 
 
 def observe(trainer: Trainer, build_batch: Callable[[], Any], memory: FakeMemory, *, accumulate: int, finely: bool) -> Observed:
@@ -27,8 +32,8 @@ def observe(trainer: Trainer, build_batch: Callable[[], Any], memory: FakeMemory
         take_step(trainer, build_batch, accumulate)
     heights = run.heights(finely=finely)
     trainer.settle()
-    after = {str(account): nbytes for (account, _), nbytes in run.ledger.balances().items() if nbytes}
-    return Observed(document=run.document(), heights=tuple(heights), after=after)
+    after = {tier: run.ledger.held(tier) for tier in ("device", "host", "disk")}
+    return Observed(document=run.document(), heights=tuple(heights), after=after, host=run.ledger.highest("host"))
 
 
 def take_step(trainer: Trainer, build_batch: Callable[[], Any], accumulate: int) -> None:

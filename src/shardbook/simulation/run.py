@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Run:
         first, later: the first step, and the second.
         assumptions: sentences.
         sent: bytes that a step sends.
+        moved: link to bytes that a step moves between tiers.
         seconds: that the run took.
         replayed: the caching allocator's part; None on a CPU.
         blocks: how many of the model's repeated blocks ran, where not all of them did.
@@ -80,6 +82,7 @@ class Run:
     later: Observed
     assumptions: tuple[str, ...]
     sent: int
+    moved: Mapping[str, int]
     seconds: float
     replayed: Replayed | None = None
     blocks: int | None = None
@@ -100,14 +103,14 @@ def run(asked: Asked, given: Functions, *, finely: bool = False) -> Run:
         with explained("build_model()"), building():
             model = check_model(given.build_model(), mode)
         known = Model.of(model)
-        with _trainer(asked, given, model) as trainer, explained("the model"), unpacked() as assumed:
+        with _trainer(asked, given, model, memory) as trainer, explained("the model"), unpacked() as assumed:
             how: Mapping[str, Any] = {"accumulate": asked.config.accumulate, "finely": finely}
             batch = _checked_batch(given.build_batch, mode)
             first = observe(trainer, batch, memory, **how)
             sender = trainer if isinstance(trainer, Own) else memory
-            before = sender.sent
+            before = sender.sent, _moved(trainer)
             later = observe(trainer, batch, memory, **how)
-            optimizer, sent = _name_of(trainer.optimizer), sender.sent - before
+            optimizer, sent, moved = _name_of(trainer.optimizer), sender.sent - before[0], _moved(trainer) - before[1]
             assumptions = (*trainer.assumptions, *assumed)
         del model, trainer
     return Run(
@@ -117,6 +120,7 @@ def run(asked: Asked, given: Functions, *, finely: bool = False) -> Run:
         later=later,
         assumptions=assumptions,
         sent=sent,
+        moved=dict(moved),
         seconds=time.perf_counter() - began,
         replayed=_replayed(asked, memory),
     )
@@ -147,11 +151,11 @@ def _replayed(asked: Asked, memory: FakeMemory) -> Replayed | None:
 
 
 @contextmanager
-def _trainer(asked: Asked, given: Functions, model: nn.Module) -> Generator[Trainer]:
+def _trainer(asked: Asked, given: Functions, model: nn.Module, memory: FakeMemory) -> Generator[Trainer]:
     """Who takes the steps. If they fail, that is what is told, not that it can't be closed in the middle of one."""
     optimizer = _checked_optimizer(given.optimizer, model)
     if asked.engine == "shardbook":
-        trainer = Own(model, optimizer, asked.config, given.loss)
+        trainer = Own(model, optimizer, asked.config, given.loss, memory.book)
     else:
         trainer = (Fsdp2 if asked.engine == "fsdp2" else Ddp)(model, optimizer, asked.config, given.loss)
     try:
@@ -161,6 +165,11 @@ def _trainer(asked: Asked, given: Functions, model: nn.Module) -> Generator[Trai
             trainer.close()
         raise
     trainer.close()
+
+
+def _moved(trainer: Trainer) -> Counter[str]:
+    """Bytes between tiers so far, by link; only shardbook's own engine tells of them."""
+    return Counter(trainer.moved) if isinstance(trainer, Own) else Counter()
 
 
 def _name_of(optimizer: Any) -> str:

@@ -1,5 +1,6 @@
 """Who trains in a simulation, behind one signature: shardbook's engine here, others' own code in `peers`."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 from shardbook.config import ZeroConfig
 from shardbook.engine.engine import Engine
 from shardbook.errors import ConfigError
-from shardbook.events import Event, Traffic
+from shardbook.events import Booking, Event, Traffic, Transfer
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Loss = Callable[[Any], tuple[Tensor, Any]]
@@ -52,13 +53,20 @@ class Trainer(Protocol):
 
 
 class Own:
-    """shardbook's engine, as it is. ``sent``: bytes so far, without the few by which ranks agree on a step."""
+    """shardbook's engine, as it is.
+
+    ``sent``: bytes so far, without the few by which ranks agree on a step; ``moved``: bytes between tiers so far, by link; ``book`` is
+    told of each of the engine's bookings.
+    """
 
     assumptions = ("gradients are finite: no step is skipped, none is clipped to nothing",)
 
-    def __init__(self, model: nn.Module, optimizer: OptimizerFactory, config: ZeroConfig, loss: Loss) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerFactory, config: ZeroConfig, loss: Loss, book: Callable[[Booking], None] | None = None
+    ) -> None:
         self.model: nn.Module = model
-        self._loss, self._stage = loss, config.stage
+        self._loss, self._stage, self._book = loss, config.stage, book
+        self.moved: Counter[str] = Counter()
         self.optimizer: Optimizer = optimizer(model.parameters())
         self._engine = Engine(model, self.optimizer, config)
         self.sent = 0
@@ -84,6 +92,10 @@ class Own:
     def _hear(self, event: Event) -> None:
         if isinstance(event, Traffic) and event.kind != "step":
             self.sent += event.sent_nbytes
+        elif isinstance(event, Transfer):
+            self.moved[event.link] += event.nbytes
+        elif isinstance(event, Booking) and self._book is not None:
+            self._book(event)
 
 
 def called(model: Callable[..., Any], batch: Any) -> Any:

@@ -72,7 +72,7 @@ class Decoder:
         unit = self._block_units[name.split(".")[1]]
         if recomputed:
             return walk.unit(
-                unit, lambda x: walk.ops.checkpoint(lambda inner: self._run(walk, inner, name, tables), given(x), self._choose), x
+                unit, lambda x: walk.ops.checkpoint(lambda inner: self._run(walk, inner, name, tables), given(x), self._choose, unit), x
             )
         return walk.unit(unit, lambda x: self._run(walk, x, name, tables), x)
 

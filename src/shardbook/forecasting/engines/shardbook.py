@@ -1,11 +1,11 @@
 """shardbook's own engine: its rules of residence (docs/how-it-works.md), a second time and without its code."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from shardbook.accounts import Account, Tier
 from shardbook.config import ZeroConfig
 from shardbook.forecasting.buffers import FlatForm, adds_locally, flat_form
-from shardbook.forecasting.closed_form import BLOCK_NUMEL, Moments, between, slots
+from shardbook.forecasting.closed_form import Moments, between, slots, squares_nbytes
 from shardbook.forecasting.disk import plan
 from shardbook.forecasting.engines.optimizers import step_temporaries
 from shardbook.forecasting.graph import Value, Weight
@@ -66,6 +66,7 @@ class Shardbook:
         self._next = 0
         self._micro_batch = 0
         self._position = {"forward": -1, "backward": -1}
+        self.on_backward: Callable[[str], None] | None = None  # told of each unit that backward comes to
         self._steady, self._homes, self._per_element = steady, homes(config), moments.per_element
         self._longest = None
         if self._homes.master is Tier.DISK:
@@ -106,6 +107,8 @@ class Shardbook:
         if entered.in_backward and (entered.full is not None or not self._sharded):
             return
         self._fetch(entered)
+        if self.on_backward is not None:
+            self.on_backward(entered.name)
         for other in self._units:
             if other.in_backward and not self._are_related(other, entered):
                 self._release(other)
@@ -242,7 +245,7 @@ class Shardbook:
 
     def step(self) -> None:
         """Squares, then the gradients in the type of what is stepped on, then the optimizer, then nothing of them is left."""
-        self._tape.give(self._take(self._homes.steps, Account.WORKSPACE, 8 * BLOCK_NUMEL, "squares of the norm"))
+        self._tape.give(self._take(self._homes.steps, Account.WORKSPACE, squares_nbytes(self._homes.steps), "squares of the norm"))
         if not self._homes.are_device:
             self._step_in_parts()
             return

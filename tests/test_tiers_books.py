@@ -17,7 +17,7 @@ from tests import ranks
 
 FIELDS: dict[str, Any] = {
     "stage": [1, 2, 3],
-    "optimizer_on": ["none", "host"],
+    "optimizer_on": ["none", "host", "disk"],
     "params_on": ["none", "host"],
     "precision": ["fp32", "bf16", "2+2+4+8", "pure-bf16"],
     "recompute": list(RECOMPUTES),
@@ -38,12 +38,16 @@ IN_DEFAULT = [
     point(stage=3, optimizer_on="host", precision="bf16", recompute="none"),
     point(stage=3, params_on="host", precision="2+2+4+8", recompute="selective"),
     point(stage=3, optimizer_on="host", params_on="host", precision="fp32", recompute="offload", accumulate=2),
+    point(stage=2, optimizer_on="disk", precision="bf16", recompute="offload"),
 ]
 IN_FULL = [
     *(point(**row) for values in product(*FIELDS.values()) if allowed(row := dict(zip(FIELDS, values, strict=True)))),
     point(stage=3, optimizer_on="host", recompute="offload", accumulate=2, kernel="for-loop"),
     point(stage=2, precision="bf16", optimizer_on="host", recompute="selective", accumulate=3, clip=True),
     point(stage=3, precision="bf16", params_on="host", optimizer="sgd-momentum", accumulate=2),
+    point(stage=3, precision="2+2+4+8", optimizer_on="disk", optimizer="sgd", kernel="foreach", accumulate=1),
+    point(stage=1, precision="bf16", optimizer_on="disk", optimizer="sgd-momentum", accumulate=2),
+    point(stage=3, precision="pure-bf16", optimizer_on="host", kernel="foreach"),
 ]
 every_point = pytest.mark.parametrize(
     "at", [*IN_DEFAULT, *(pytest.param(one, marks=pytest.mark.full) for one in IN_FULL if one not in IN_DEFAULT)], ids=str

@@ -272,7 +272,7 @@ class Measurement:
         elif isinstance(event, Transfer):
             moved = self._moved.setdefault(event.link, [0, 0, 0])
             moved[:2] = moved[0] + event.nbytes, moved[1] + event.nbytes
-        elif isinstance(event, Booking) and self.mode == "full" and event.address:
+        elif isinstance(event, Booking) and self.mode == "full" and event.address and event.tier is not Tier.DISK:
             self._items.book(event)
         elif isinstance(event, Booking) and event.tier is not Tier.DEVICE:  # a file, or memory that no tensor of torch's own has
             self.ledger.move(event.account, event.tier, event.unit, event.nbytes, event.phase)

@@ -760,15 +760,6 @@ def a_tensor_made_while_the_books_are_off(witness):
 # ---- what is asserted ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True, scope="module")
-def what_is_older_is_left_alone():
-    """Every collection would go through all that the session has made so far."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def run_once(name, how, records=None):
     gc.collect()
     torch.manual_seed(0)

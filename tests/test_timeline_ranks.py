@@ -7,7 +7,7 @@ a run in which it is more than 5% off is repeated, twice at most.
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardbook.ledger.chrome import write_trace
 from shardbook.ledger.exposed import common_steps, exposed, pieces, step_times
 from shardbook.ledger.timeline import RankTimeline, Timeline
 from tests import delays, ranks
+from tests.pairwise import pairwise
 from tests.test_timeline import check_nesting
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 DELAY = 0.08
 UNIT = 2
 ATTEMPTS = 3  # on a shared machine ranks also wait for what other processes do; a quiet one needs one attempt
-WORKS = [pytest.param(0.001, marks=pytest.mark.full), 0.03]
+WORKS = (0.001, 0.03)
 
 
 def length(timelines: list[RankTimeline], rank: int, cause: str, culprit: int | None, kinds: set[str]) -> float:
@@ -50,15 +51,15 @@ def check(run: Callable[[], list[RankTimeline]], rank: int, cause: str, culprit:
     pytest.fail(f"{[f'{1e3 * one:.1f}' for one in found]} ms of {1e3 * expected:.1f} for rank {rank}, {cause}, culprit {culprit}")
 
 
-def in_full(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.full)
+def every_pair(**fields: Sequence[Any]) -> pytest.MarkDecorator:
+    """``make evidence-books`` has the whole product of kinds, ranks and works."""
+    return pytest.mark.parametrize(tuple(fields), [tuple(row[name] for name in fields) for row in pairwise(fields)])
 
 
-@pytest.mark.parametrize("num_ranks, stage", [in_full(2, 0), in_full(2, 3), in_full(4, 1), (4, 3)])
-@pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("where", ["forward", in_full("backward")])
+@every_pair(group=((2, 0), (2, 3), (4, 1), (4, 3)), work=WORKS, where=("forward", "backward"))
 @pytest.mark.full
-def test_a_late_rank(num_ranks: int, stage: int, work: float, where: str) -> None:
+def test_a_late_rank(group: tuple[int, int], work: float, where: str) -> None:
+    num_ranks, stage = group
     culprit = num_ranks - 1
     kinds = {"gather", "reduce", "return", "step"}
     check(
@@ -71,18 +72,17 @@ def test_a_late_rank(num_ranks: int, stage: int, work: float, where: str) -> Non
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, in_full(4)])
-@pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("kind, stage, times", [in_full("gather", 3, 2), ("reduce", 3, 1), in_full("refresh", 2, 1)])
+@every_pair(num_ranks=(2, 4), work=WORKS, message=(("gather", 3, 2), ("reduce", 3, 1), ("refresh", 2, 1)))
 @pytest.mark.full
-def test_late_messages_of_one_rank(num_ranks: int, work: float, kind: str, stage: int, times: int) -> None:
+def test_late_messages_of_one_rank(num_ranks: int, work: float, message: tuple[str, int, int]) -> None:
+    kind, stage, times = message
     check(
         lambda: ranks.call(num_ranks, delays.in_messages, stage, work, (1,), kind, UNIT, DELAY, "late")[0],
         0, "straggler rank", 1, {kind}, times * DELAY,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [2, in_full(4)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.full
 def test_slow_messages_of_all_ranks(num_ranks: int, work: float) -> None:

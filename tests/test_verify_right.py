@@ -10,7 +10,7 @@ FEW = (4, 58)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [*FEW, *(pytest.param(number, marks=pytest.mark.full) for number in range(60) if number not in FEW)])
+@pytest.mark.parametrize("number", [*FEW, *(pytest.param(number, marks=pytest.mark.full) for number in range(24) if number not in FEW)])
 def test_no_false_alarm(number, tmp_path):
     case = draw(number)
     verdict = run(case, tmp_path).verdict

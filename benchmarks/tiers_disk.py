@@ -44,10 +44,10 @@ def compare(folder: Path, nbytes: int, *, pairs: int = PAIRS, work_share: float 
     pipeline = Pipeline(file, memories)
     seconds: list[tuple[float, float]] = []
     for number in range(pairs + 1):
-        alone = _timed(partial(_alone, file, memories, extents))
-        ours = _timed(partial(_ours, pipeline, extents, alone / len(extents) * work_share))
+        by_itself = _timed(partial(alone, file, memories, extents))
+        ours = _timed(partial(_ours, pipeline, extents, by_itself / len(extents) * work_share))
         if number:  # the first pass over a file makes its extents
-            seconds.append((alone, ours))
+            seconds.append((by_itself, ours))
     pipeline.close()
     file.close()
     return Result(
@@ -56,7 +56,7 @@ def compare(folder: Path, nbytes: int, *, pairs: int = PAIRS, work_share: float 
     )  # fmt: skip
 
 
-def _alone(file: DirectFile, memories: Sequence[Tensor], extents: Sequence[Extent]) -> None:
+def alone(file: DirectFile, memories: Sequence[Tensor], extents: Sequence[Extent]) -> None:
     """Reads and writes that wait for nothing but the disk."""
 
     def each(call: Callable[[memoryview, int], None], memory: Tensor) -> None:

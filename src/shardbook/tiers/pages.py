@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import sys
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ PAGE_NBYTES = 4096
 LARGE_PAGE_NBYTES = 2 << 20
 
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+_COLLAPSE = getattr(mmap, "MADV_COLLAPSE", 25) if sys.platform == "linux" else None  # Linux 6.1; older ones refuse it
 _WORTH_ASKING = 2 * LARGE_PAGE_NBYTES  # bytes: less may hold no whole large page
 
 
@@ -51,8 +53,12 @@ def aligned_empty(nbytes: int) -> Tensor:
 
 
 def aligned(fresh: Tensor, nbytes: int) -> Tensor:
-    """The part of a tensor with that much slack which :func:`aligned_empty` would return; nobody has touched its memory yet."""
-    return in_large_pages(fresh)[-fresh.data_ptr() % slack_nbytes(nbytes) :][:nbytes]
+    """The part of a tensor with that much slack which :func:`aligned_empty` would return."""
+    part = in_large_pages(fresh)[-fresh.data_ptr() % slack_nbytes(nbytes) :][:nbytes]
+    if _madvise is not None and _COLLAPSE is not None and nbytes >= _WORTH_ASKING:
+        # memory that the process has had before is in small pages already, and advice comes too late for it
+        _madvise(part.data_ptr(), nbytes // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES, _COLLAPSE)
+    return part
 
 
 def slack_nbytes(nbytes: int) -> int:

@@ -109,7 +109,7 @@ def test_the_usual_path_is_in_the_users_cache():
 
 def test_a_clock_keeps_the_first_quartile_of_many_and_the_grid_in_order(monkeypatch):
     clock, ticks = Clock(torch.device("cpu")), iter(range(1, 1000))
-    monkeypatch.setattr(clock, "once", lambda work: (work(), next(ticks))[1])
+    monkeypatch.setattr(clock, "alone", lambda work: (work(), next(ticks))[1])
     asked = []
     clock.curve("w", "fp32", ((1, 2), (3, 4)), lambda *sizes: lambda: asked.append(sizes), seconds=0.0)
     assert list(dict.fromkeys(asked)) == [(1, 3), (1, 4), (2, 3), (2, 4)]

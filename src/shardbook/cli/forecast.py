@@ -29,6 +29,7 @@ from shardbook.cli.meta_model import Builder, is_builder, load
 from shardbook.cli.simulate import Simulation
 from shardbook.errors import ConfigError
 from shardbook.facts.find import resolve
+from shardbook.facts.machine import Machine, read_machine, usual_path
 from shardbook.forecasting.result import Forecast
 from shardbook.report.forecast_console import explained, show, show_sweep
 from shardbook.report.forecast_figures import Case, cases_json, forecast_json, verdict
@@ -58,6 +59,8 @@ class ForecastOptions:
     accumulate: Annotated[str | None, _option("micro-batches of one rank in a step (default: 1)", "N")] = None
     recompute: Annotated[str | None, _option("none, full or selective (default: none)", "POLICY")] = None
     device: Annotated[str | None, _option("will it fit here: h100-80gb, 24GiB (default: not asked)", "NAME")] = None
+    budget: Annotated[str | None, _option("most bytes of live tensors on a device, for the advice of --machine", "2GiB")] = None
+    machine: Annotated[str | None, _option("times the step: FILE of shardbook doctor --calibrate, or usual", "FILE")] = None
     state: Annotated[str | None, _option("your own figure for parameters, gradients and optimizer state", "60GiB")] = None
     activations: Annotated[str | None, _option("your own figure for activations", "20GiB")] = None
     temporary: Annotated[str | None, _option("your own figure for everything else in a step", "2GiB")] = None
@@ -125,12 +128,18 @@ class ForecastOptions:
         counts = ("ranks", "micro_batch", "sequence", "tensor", "context", "expert")
         return {
             **{name: _count(getattr(self, name), f"--{name.replace('_', '-')}") for name in counts},
-            **{name: parse_size(getattr(self, name), f"--{name}") for name in ("state", "activations", "temporary")},
+            **{name: parse_size(getattr(self, name), f"--{name}") for name in ("state", "activations", "temporary", "budget")},
+            "machine": self._machine(),
             "convention": self.convention,
             "engine": self.engine,
             "device": self.device,
             "choices": self._choices(),
         }
+
+    def _machine(self) -> Machine | None:
+        if self.machine is None:
+            return None
+        return read_machine(usual_path() if self.machine == "usual" else Path(self.machine))
 
     def _choices(self) -> Any:
         return parse_choices(

@@ -54,7 +54,7 @@ class Question:
 
     def persistent_only(self) -> "Question":
         """The same without the step: what is held and sent can be said at once."""
-        left_out = dict.fromkeys(("micro_batch", "sequence", "state", "activations", "temporary", "device"))
+        left_out = dict.fromkeys(("micro_batch", "sequence", "state", "activations", "temporary", "budget", "device", "machine"))
         return replace(self, arguments={**self.arguments, **left_out})
 
     def stages(self, asked: Forecast) -> list[Case]:

@@ -46,9 +46,10 @@ class Machine:
         torch: its version.
         took: seconds.
         curves: see the file's header.
-        numbers: ``operator.forward``, ``operator.backward`` (seconds of an operator on next to nothing), ``unit.forward``,
-            ``unit.backward``, ``unit.step`` (seconds that a unit costs the engine beside its bytes), ``link.beside`` (share of a link's
-            time that is left to wait for when something is computed beside it).
+        numbers: seconds of ``operator.forward`` and ``operator.backward`` (on next to nothing), of ``unit.forward``, ``unit.backward`` and
+            ``unit.step`` (each ``.stay`` or ``.gathered``: what a unit costs the engine beside its bytes), of ``recompute.full`` and
+            ``recompute.selective`` (of a block, beside its operators); ``link.beside``, the share of a link's time that is left to wait
+            for when something is computed beside it; ``host.nbytes``, the host's memory.
         notes: what could not be measured, in sentences.
     """
 

@@ -20,7 +20,9 @@ from typing import Any
 from shardbook.accounts import Account
 from shardbook.checks import DTYPE_NBYTES
 from shardbook.config import ZeroConfig
+from shardbook.facts.machine import Machine
 from shardbook.forecasting import above, bottleneck
+from shardbook.forecasting.advice import advise
 from shardbook.forecasting.choices import Choices
 from shardbook.forecasting.conventions import ACCOUNTS, Convention
 from shardbook.forecasting.deepspeed_knobs import Knobs
@@ -39,7 +41,8 @@ def forecast(model: Any, config: ZeroConfig | None = None, *, ranks: int, micro_
              convention: Convention | str | None = None, engine: str = "shardbook", device: str | None = None,
              tensor: int = 1, context: int = 1, expert: int = 1,
              state: int | None = None, activations: int | None = None, temporary: int | None = None,
-             choices: Choices | None = None, knobs: Knobs | None = None) -> Forecast:  # fmt: skip
+             choices: Choices | None = None, knobs: Knobs | None = None,
+             budget: int | None = None, machine: Machine | None = None) -> Forecast:  # fmt: skip
     """Bytes on the rank that holds most, by account, at the peak of a step.
 
     Args:
@@ -60,6 +63,9 @@ def forecast(model: Any, config: ZeroConfig | None = None, *, ranks: int, micro_
         temporary: bytes that replace the rest.
         choices: optimizer, kernels, loss, adapters, and other details.
         knobs: DeepSpeed's settings; None: its defaults at ``config.stage``.
+        budget: most bytes of live tensors on the device, which decides the advice before ``device`` does.
+        machine: what a machine was measured to do (``shardbook doctor --calibrate``); with it the step is timed, and what recomputation
+            and offload would cost, for shardbook's own engine with an architecture and a batch.
 
     Raises:
         ConfigError: something that is not allowed, in one line with the remedy.
@@ -71,13 +77,22 @@ def forecast(model: Any, config: ZeroConfig | None = None, *, ranks: int, micro_
     question = ask(
         model, config, engine=engine, convention=convention, device=device, choices=choices, knobs=knobs, ranks=ranks,
         micro_batch=micro_batch, sequence=sequence, tensor=tensor, context=context, expert=expert,
-        state=state, activations=activations, temporary=temporary,
+        state=state, activations=activations, temporary=temporary, budget=budget, machine=machine,
     )  # fmt: skip
     return answer(question)
 
 
 def answer(question: Question) -> Forecast:
-    """The forecast to a checked question."""
+    """The forecast to a checked question, timed where there is a calibration."""
+    found, machine = _answer(question), question.machine
+    if machine is None:
+        return found
+    told = advise(question, machine, _answer)
+    return found if told is None else replace(found, advice=told, step_seconds=told.way(told.asked).seconds)
+
+
+def _answer(question: Question) -> Forecast:
+    """Bytes alone."""
     held = state_of(question)
     peak = _with_budgets(question, held, peak_of(question, held))
     accounts = {account: nbytes for account, nbytes in peak.accounts.items() if nbytes}
@@ -202,6 +217,6 @@ def _inputs(question: Question) -> Mapping[str, Any]:
     told: dict[str, Any] = {name: getattr(question, name) for name in ("micro_batch", "sequence", "tensor", "context", "expert")}
     precision = None if question.convention is not None else config.precision.param
     told |= {"accumulate": config.accumulate, "recompute": config.recompute.policy, "precision": precision}
-    told |= {name: getattr(question, name) for name in ("state", "activations", "temporary")}
+    told |= {name: getattr(question, name) for name in ("state", "activations", "temporary", "budget")}
     told |= {"device": device and device.name, "device_memory": device and device.memory}
     return told

@@ -121,8 +121,8 @@ def _walked(question: Question, state: State, *, steady: bool) -> tuple[Tape, in
     walk = Walk(tape, engine, kernels_for(question, engine))
     recomputing = _recomputing(question, tape, engine)
     walk.ops.recomputing = recomputing
-    model = Decoder(setting, weights, recomputed=_recomputed(question), choose=_choice(question))
-    with _no_collection():
+    model = Decoder(setting, weights, recomputed=recomputed_of(question), choose=choice_of(question))
+    with no_collection():
         for _ in range(num_micro_batches):
             walk.micro_batch(lambda: model.loss(walk))
         walk.step()
@@ -146,7 +146,7 @@ def _library_workspaces(question: Question) -> int:
 
 
 @contextmanager
-def _no_collection() -> Generator[None]:
+def no_collection() -> Generator[None]:
     """A walk makes many small objects and no cycles: looking for cycles among them would take half of its time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -157,14 +157,14 @@ def _no_collection() -> Generator[None]:
             gc.enable()
 
 
-def _recomputed(question: Question) -> frozenset[int]:
+def recomputed_of(question: Question) -> frozenset[int]:
     recompute, facts = question.config.recompute, question.facts.architecture
     if recompute.policy == "none" or facts is None:
         return frozenset()
     return frozenset(range(0, facts.layers, recompute.every))
 
 
-def _choice(question: Question) -> Callable[[], Callable[[str], bool]] | None:
+def choice_of(question: Question) -> Callable[[], Callable[[str], bool]] | None:
     """Selective: results of attention, and of every second product of matrices (torchtitan's ``selective`` by operator)."""
     return _Selective if question.config.recompute.policy == "selective" else None
 

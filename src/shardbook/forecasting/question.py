@@ -10,6 +10,7 @@ from shardbook.facts.adapters import with_adapters, with_share_trained
 from shardbook.facts.find import resolve
 from shardbook.facts.hardware import Device
 from shardbook.facts.hardware import device as find_device
+from shardbook.facts.machine import Machine
 from shardbook.facts.model import ModelFacts
 from shardbook.forecasting.choices import Choices
 from shardbook.forecasting.conventions import Convention
@@ -45,6 +46,8 @@ class Question:
     state: int | None = None
     activations: int | None = None
     temporary: int | None = None
+    budget: int | None = None
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         check = Check(self)
@@ -53,10 +56,10 @@ class Question:
             check.integer(name, least=1, remedy="1 is a single device")
         for name in ("micro_batch", "sequence"):
             check.integer(name, least=1, remedy="leave both out where only state is asked for", optional=True)
-        for name in ("state", "activations", "temporary"):
+        for name in ("state", "activations", "temporary", "budget"):
             check.integer(name, least=0, remedy="give bytes", optional=True)
         _done(check)
-        for name, most in {**_MOST, **dict.fromkeys(("state", "activations", "temporary"), _MOST_NBYTES)}.items():
+        for name, most in {**_MOST, **dict.fromkeys(("state", "activations", "temporary", "budget"), _MOST_NBYTES)}.items():
             if (getattr(self, name) or 0) > most:
                 check.add(name, getattr(self, name), f"at most {most:.0e}", "it is taken for a mistake")
         if self.config.stage not in STAGES[self.engine]:

@@ -118,6 +118,56 @@ class Simulated:
     blocks: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A plan with or without recomputation and offload.
+
+    Args:
+        name: of it, in words.
+        seconds: of a step.
+        lanes: what they consist of (:class:`shardbook.forecasting.time.StepSeconds`).
+        cost: what it takes longer than the plan with neither, as a share of that.
+        needed: bytes that are held against the budget or the device.
+        freed: bytes of live tensors that it takes off the device's peak, beside the plan with neither.
+        host, disk: bytes of one rank in host memory and on a disk.
+        fits: whether it fits; "" where nothing says what there is.
+        is_asked: whether it is the plan that was asked about.
+        why_not: why it can't run here whether it fits or not; "" if it can.
+    """
+
+    name: str
+    seconds: float
+    lanes: Mapping[str, float]
+    cost: float
+    needed: int
+    freed: int
+    host: int
+    disk: int
+    fits: Literal["fits", "too close to call", "does not fit", ""]
+    is_asked: bool
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to do about memory and time.
+
+    Args:
+        ways: that there are, the plan with neither recomputation nor offload first.
+        asked, recommended: names of ways; ``recommended`` is None where none fits.
+        words: the advice in sentences.
+    """
+
+    ways: tuple[Way, ...]
+    asked: str
+    recommended: str | None
+    words: tuple[str, ...]
+
+    def way(self, name: str) -> Way:
+        """By its name."""
+        return next(way for way in self.ways if way.name == name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """Bytes on the rank that holds most; a simulation's on the one that it was, ``simulated.rank``.
@@ -148,6 +198,8 @@ class Forecast:
         state: bytes of the whole training state under the convention, unpartitioned.
         inputs: what the forecast was asked, for reports: micro_batch, sequence, degrees, budgets.
         warnings: what a person must know about the figures, for example another version of a peer.
+        step_seconds: of a step, by a calibration of the machine; None without one, and where it can't be said.
+        advice: what recomputation and offload would free and cost; None as above.
         witness: ``"closed form"``, or ``"simulation"``, which has ``simulated`` besides.
     """
 
@@ -183,6 +235,8 @@ class Forecast:
     state: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     warnings: tuple[str, ...] = ()
+    step_seconds: float | None = None
+    advice: Advice | None = None
     witness: Literal["closed form", "simulation"] = "closed form"
     simulated: Simulated | None = None
 

@@ -47,6 +47,11 @@ class Tape:
         """What follows happens in this phase and unit."""
         self._places.append((len(self._log), phase, where))
 
+    @property
+    def here(self) -> tuple[str, str]:
+        """Phase and unit of what happens now."""
+        return self._places[-1][1:]
+
     def take(self, account: Account, nbytes: int, label: str = "", *, pool: str = "") -> Entry:
         """Bytes are taken, from a pool of their own where another stream makes them."""
         granule = self._granule

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardbook.forecasting.result import Forecast
+from shardbook.report.forecast_advice import advised
 from shardbook.report.forecast_bar import bar, labels, swatch
 from shardbook.report.forecast_beside import cases_table, stages_table
 from shardbook.report.forecast_figures import ABOVE, Case, Scale, both, device_memory, partitions, scale_for, stacked
@@ -58,6 +59,7 @@ def parts(
         yield Text(words, style="bold")
     yield from (Text(line) for line in bottleneck_lines(forecast))
     yield Text(traffic_line(forecast))
+    yield from advised(forecast)
     if stages:
         yield stages_table(stages, forecast.stage, peaks=compare)
     yield from remarks(forecast)

@@ -77,6 +77,27 @@ def both(nbytes: int) -> str:
     return f"{scale.in_decimal(nbytes)} {scale.decimal_unit} ({scale.in_binary(nbytes)} {scale.binary_unit})"
 
 
+def gb_signed(nbytes: int) -> str:
+    """In decimal units only; what is added has a minus.
+
+    >>> gb_signed(14 * 10**9), gb_signed(-2 * 10**6)
+    ('14.0 GB', '-2.0 MB')
+    """
+    words = both(abs(nbytes)).partition(" (")[0]
+    return f"-{words}" if nbytes < 0 else words
+
+
+def seconds_words(seconds: float) -> str:
+    """With three digits that count.
+
+    >>> seconds_words(0.01234), seconds_words(1.5), seconds_words(250)
+    ('12.3 ms', '1.50 s', '250 s')
+    """
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
 def device_memory(forecast: Forecast) -> int | None:
     """Bytes of the device that was asked about; None: none was."""
     found = forecast.inputs.get("device_memory")

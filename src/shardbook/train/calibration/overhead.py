@@ -1,15 +1,16 @@
-"""What a call costs beside its work: of an operator under autograd, and of a unit in the engine."""
+"""What a call costs beside its work: of an operator under autograd, of a unit in the engine, of a block that is computed again."""
 
-import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shardbook.config import ZeroConfig
+from shardbook.config import Recompute, ZeroConfig
 from shardbook.engine.engine import Engine
-from shardbook.train.calibration.clock import Clock
+from shardbook.models.config import DecoderConfig
+from shardbook.models.decoder import Decoder
+from shardbook.train.calibration.clock import Clock, quartile
 
 _OPERATORS, _WIDTH = 64, 8
 _FEW, _MANY = 4, 20
@@ -85,4 +86,28 @@ def _phases(clock: Clock, stage: Literal[1, 3], blocks: int) -> list[float]:
         for kept, one in zip(times, work, strict=True):
             kept.append(clock.once(one))
     engine.close()
-    return [statistics.median(kept[_WARM_STEPS:]) for kept in times]
+    return [quartile(kept[_WARM_STEPS:]) for kept in times]
+
+
+def recomputation(clock: Clock) -> Mapping[str, float]:
+    """Seconds of a block that is computed again, beside its operators': of next to nothing in it, which leaves those calls."""
+    layers, sequence = 8, 8
+    tokens = torch.zeros(1, sequence, dtype=torch.int64, device=clock.device)
+    seconds: dict[str, float] = {}
+    forward = 0.0
+    for policy in ("none", "full", "selective"):
+        model = Decoder(DecoderConfig(vocab=16, layers=layers, width=16, heads=2, kv_heads=2, ffn=32)).to(clock.device)
+        config = ZeroConfig(stage=1, recompute=Recompute(policy=policy))
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1e-3), config)
+        both: list[float] = []
+        firsts: list[float] = []
+        for _ in range(_WARM_STEPS + _STEPS):
+            loss: list[Tensor] = []
+            firsts.append(clock.alone(lambda loss=loss, engine=engine: loss.append(engine(tokens, tokens)[0])))
+            both.append(firsts[-1] + clock.alone(lambda loss=loss, engine=engine: engine.backward(loss.pop())))
+            engine.step()
+        engine.close()
+        seconds[policy] = quartile(both[_WARM_STEPS:]) / layers
+        forward = forward or quartile(firsts[_WARM_STEPS:]) / layers
+    found = {f"recompute.{policy}": max(1e-6, seconds[policy] - seconds["none"] - forward) for policy in ("full", "selective")}
+    return dict(zip(found, clock.mean(list(found.values())), strict=True))

@@ -41,6 +41,7 @@ def test_options_become_arguments_of_the_library(capsys, asked):
     assert found == {
         "ranks": 64, "micro_batch": 2, "sequence": 4096, "tensor": 2, "context": 4, "expert": 8, "engine": "deepspeed",
         "convention": "2+2+4+8", "device": "a100", "state": 60 * GIB, "activations": 20 * GIB, "temporary": 2 * GB,
+        "budget": None, "machine": None,
     }  # fmt: skip
     assert (question.config.stage, question.config.accumulate, question.config.precision.param) == (1, 3, "bf16")
     chosen = (

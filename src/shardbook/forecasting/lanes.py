@@ -60,7 +60,7 @@ class _Maker:
         self._config, self._choices, self._machine, self._others = config, choices, machine, num_ranks - 1
         self._micro = config.accumulate
         self._reductions = self._micro if config.stage >= 2 else 1
-        self._homes = homes(config)
+        self._homes, self._pinned = homes(config), host_kind(machine)
         self._beside = machine.numbers.get("link.beside", 1.0)
 
     def unit(self) -> None:
@@ -152,11 +152,12 @@ class _Maker:
         return self._machine.seconds("pass", "fp32", nbytes)
 
     def _down(self, nbytes: int) -> float:
-        return self._machine.seconds("copy.down", self._kind, nbytes)
+        return self._machine.seconds("copy.down", self._pinned, nbytes)
 
     def _up(self, nbytes: int) -> float:
-        return self._machine.seconds("copy.up", self._kind, nbytes)
+        return self._machine.seconds("copy.up", self._pinned, nbytes)
 
-    @property
-    def _kind(self) -> str:
-        return "pinned" if self._machine.knows("copy.down", "pinned") else "pageable"
+
+def host_kind(machine: Machine) -> str:
+    """The host's memory that copies cross the link from and to: pinned, where that makes a difference."""
+    return "pinned" if machine.knows("copy.down", "pinned") else "pageable"

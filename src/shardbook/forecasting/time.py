@@ -15,10 +15,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from shardbook.checks import DTYPE_NBYTES
 from shardbook.facts.machine import Machine
 from shardbook.forecasting.blocks.decoder import Decoder
 from shardbook.forecasting.graph import Value, Weight
-from shardbook.forecasting.lanes import Lanes, lanes_of
+from shardbook.forecasting.lanes import Lanes, host_kind, lanes_of
 from shardbook.forecasting.peak import choice_of, no_collection, recomputed_of, setting_of
 from shardbook.forecasting.question import Question
 from shardbook.forecasting.state import State, moments_of, state_of
@@ -78,8 +79,19 @@ def seconds_of(question: Question, machine: Machine) -> StepSeconds | None:
     behind = max(0.0, machine.numbers["operator.backward"] - machine.numbers["operator.forward"])
     lanes = lanes_of(state.placement.structure, question.config, question.choices, moments_of(question), machine)
     again = times * len(recomputed_of(question)) * machine.numbers.get(f"recompute.{question.config.recompute.policy}", 0.0)
+    lanes.host += _rested(question, machine)
     found = _assembled(phases, times * nodes * behind, lanes, again)
     return found if machine.device == "cpu" else replace(found, host=max(0.0, found.host - found.backward))
+
+
+def _rested(question: Question, machine: Machine) -> float:
+    """Inputs of blocks that are computed again go to the host and come back."""
+    facts, recompute = question.facts.architecture, question.config.recompute
+    if not recompute.offload or facts is None or question.micro_batch is None or question.sequence is None:
+        return 0.0
+    nbytes = question.micro_batch * question.sequence * facts.hidden * DTYPE_NBYTES[question.config.precision.param]
+    each = sum(machine.seconds(f"copy.{way}", host_kind(machine), nbytes) for way in ("down", "up"))
+    return question.config.accumulate * len(recomputed_of(question)) * each
 
 
 def _assembled(phases: Mapping[str, float], nodes: float, lanes: Lanes, again: float) -> StepSeconds:

@@ -142,6 +142,9 @@ def train(options: Annotated[TrainOptions, tyro.conf.arg(name=""), tyro.conf.Fla
     _check(recipe, world)
     if find_spec("torch") is None:
         return _fail(NO_TORCH)
+    from shardbook.train.room import check_host_room
+
+    check_host_room(recipe, world)
     if world is None and recipe.run.ranks > 1:
         return _launch(recipe, as_json=options.json)
     from shardbook.train.rank import run_here

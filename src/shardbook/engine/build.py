@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardbook.engine.hooks import is_taken
 from shardbook.engine.layout import FlatLayout, lay_out
 from shardbook.engine.partition import Part, partition
 from shardbook.engine.policy import Policy, Types
+from shardbook.engine.room import Group, Kept, check_room, need_of
 from shardbook.engine.storage import Buffer, Storage, is_memory_known, make_fake_meta
 from shardbook.engine.unit import Unit
 from shardbook.errors import ConfigError, DivergenceError
@@ -61,8 +62,9 @@ def build_units(
     *,
     trains: bool,
     init: Callable[[nn.Module], None] | None,
+    kept: Kept | None = None,
 ) -> list[Unit]:
-    """Every unit, with its memory and its initial values; the root first."""
+    """Every unit, with its memory and its initial values; the root first. ``kept``: what the optimizer keeps of each element."""
     on_meta = [name for name, parameter in named.items() if parameter.device.type == "meta"]
     if on_meta and init is None and context.storage.device.type != "meta":
         raise ConfigError(
@@ -72,6 +74,8 @@ def build_units(
     parts = partition(model, context.config.units)
     plan = [_group(part, policy, trains=trains) for part in parts]
     _check_same_model(plan, context.transport, context.storage)
+    if context.homes.optimizer_away or context.homes.params_away:
+        check_room(context, need_of(context, _shards(context, plan), kept))
     if context.disk is not None:
         _make_room(context, context.disk, [group for groups in plan for group in groups.items()])
     numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
@@ -174,6 +178,14 @@ def _make_room(context: Context, disk: Disk, groups: Sequence[tuple[tuple[Types,
             )
     if failure is not None:
         raise failure
+
+
+def _shards(context: Context, plan: Sequence[Mapping[tuple[Types, bool], Sequence[tuple[str, nn.Parameter]]]]) -> Iterator[Group]:
+    """This rank's part of every flat buffer that will be made."""
+    for groups in plan:
+        for (types, trainable), named in groups.items():
+            numel = _layout(context, [(name, parameter.numel()) for name, parameter in named]).shard_numel
+            yield types, trainable, numel, [parameter for _, parameter in named]
 
 
 def _layout(context: Context, sizes: Sequence[tuple[str, int]]) -> FlatLayout:

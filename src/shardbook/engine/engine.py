@@ -92,7 +92,8 @@ class Engine:
             map_large_blocks()
         with torch.no_grad():
             self._policy = Policy(config.precision, named.items())
-            self._units = build_units(context, model, named, self._policy, trains=optimizer is not None, init=init)
+            kept = _kinds_of(context, optimizer)
+            self._units = build_units(context, model, named, self._policy, trains=optimizer is not None, init=init, kept=kept)
             move_buffers(model, place)
         self._passes = Passes(context, self._units, self._thaw, trains=optimizer is not None)
         self._pieces = self._stepper = None
@@ -325,13 +326,22 @@ class Engine:
 
 def _on_disk(context: Context, optimizer: torch.optim.Optimizer) -> DiskStep | None:
     """Master and state on a disk, where the configuration says so; space is taken when it is known how much."""
-    folder, device, transport = context.config.offload.path, context.storage.device, context.transport
+    folder, transport = context.config.offload.path, context.transport
     if not context.homes.optimizer_on_disk or folder is None:
         return None
-    kinds = StateKinds(optimizer, torch.device("cpu") if device.type == "cuda" else device)
+    kinds = _kinds_of(context, optimizer)
+    assert kinds is not None, "a disk is away"
     label = f"state-rank{transport.rank:05d}-of-{transport.num_ranks:05d}"
     context.disk = Disk(folder, label, context.storage, context.journal, kinds)
     return DiskStep(context.disk, optimizer, context.journal)
+
+
+def _kinds_of(context: Context, optimizer: torch.optim.Optimizer | None) -> StateKinds | None:
+    """What an optimizer that is away keeps of each element; None: it is not away."""
+    if optimizer is None or not context.homes.optimizer_away:
+        return None
+    device = context.storage.device
+    return StateKinds(optimizer, torch.device("cpu") if device.type == "cuda" else device)
 
 
 def _give_back(watch: Watch, transport: Transport, recomputation: Recomputation | None) -> None:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardbook.document import Item, RunDocument, Shortage, StepTime
-from shardbook.report import words
+from shardbook.report import tiers, words
 from shardbook.report.figures import Change, Comparison, Wait, compare, largest_items, waits
 from shardbook.tables.reconciliation import in_order, reconciliation_table
 from shardbook.tables.sizes import change, device_size, duration, exact_size, percent, place, size
@@ -38,6 +38,7 @@ def parts(document: RunDocument, name: str) -> Iterator[RenderableType]:
     if document.shortage is not None:
         yield shortage_table(document.shortage)
     yield reconciliation_table(document)
+    yield from tiers.tables(document)
     if document.counters:
         yield counters_table(document)
     if items := largest_items(document, NUM_ITEMS):

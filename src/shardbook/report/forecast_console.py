@@ -23,6 +23,7 @@ from shardbook.report.forecast_words import (
     phases_worth_saying,
     setting_line,
     size_lines,
+    tier_lines,
     title,
     traffic_line,
     verdict_line,
@@ -177,8 +178,7 @@ def explained(forecast: Forecast) -> RenderableType:
 
 def remarks(forecast: Forecast) -> Iterator[RenderableType]:
     """What else must be known: memory of the host, what is left out, warnings."""
-    for account, nbytes in forecast.host.items():
-        yield Text(f"in host memory: {account} {both(nbytes)}")
+    yield from (Text(line) for line in tier_lines(forecast))
     yield from (Text(left_out_line(line)) for line in forecast.not_modelled)
     yield from (Text(f"warning: {line}", style="bold") for line in forecast.warnings)
 

@@ -17,6 +17,7 @@ from shardbook.report.forecast_words import (
     phases_worth_saying,
     setting_line,
     size_lines,
+    tier_lines,
     traffic_line,
     verdict_line,
 )
@@ -112,7 +113,8 @@ def _above(forecast: Forecast) -> str:
 
 
 def _left_out(forecast: Forecast) -> str:
-    lines = [*(left_out_line(line) for line in forecast.not_modelled), *(f"warning: {line}" for line in forecast.warnings)]
+    lines = [*tier_lines(forecast)]
+    lines += [*(left_out_line(line) for line in forecast.not_modelled), *(f"warning: {line}" for line in forecast.warnings)]
     return markup.section("What to know", [markup.text("p", line) for line in lines])
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from shardbook.forecasting.conventions import ACCOUNTS
 from shardbook.forecasting.result import NOT_A_PEAK, Forecast, PhasePeak
 from shardbook.report.forecast_figures import both, device_memory, held, margin, saved, verdict
+from shardbook.tables.reconciliation import in_order
 from shardbook.tables.sizes import percent, place
 
 _ENGINES = {"shardbook": "shardbook", "deepspeed": "DeepSpeed", "fsdp2": "FSDP2", "ddp": "DDP", "megatron": "Megatron"}
@@ -132,3 +133,14 @@ def gb(nbytes: int) -> str:
     '14.0 GB'
     """
     return both(nbytes).partition(" (")[0]
+
+
+def tier_lines(forecast: Forecast) -> Iterator[str]:
+    """Of a forecast or a simulation, a sentence for each."""
+    for where, accounts in (("in host memory", forecast.host), ("on disk", forecast.disk)):
+        for account in in_order(accounts):
+            yield f"{where}: {account} {both(accounts[account])}"
+        if len(accounts) > 1:
+            yield f"{where}, together: {both(sum(accounts.values()))} on each rank"
+    for link, nbytes in forecast.moved.items():
+        yield f"moved {link}: {both(nbytes)} in a step of each rank"

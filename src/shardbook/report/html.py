@@ -58,6 +58,7 @@ def frame(title: str, header: Iterable[str], sections: Iterable[str]) -> str:
 def _run(document: RunDocument) -> Iterator[str]:
     yield _shortage(document)
     yield memory.reconciliation(document)
+    yield memory.other_tiers(document)
     yield memory.over_a_step(document)
     yield memory.by_step(document)
     yield memory.items(document)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from shardbook.accounts import Account
 from shardbook.document import Curve, Reconciliation, RunDocument
-from shardbook.report import charts, markup, words
+from shardbook.report import charts, markup, tiers, words
 from shardbook.report.colours import NEUTRAL, account_colour
 from shardbook.report.console import change_cells, shape_words
 from shardbook.report.figures import Change, highest_rank, largest_items
@@ -40,6 +40,12 @@ def reconciliation(document: RunDocument) -> str:
         others = f"All {len(document.reconciliations)} ranks peak at as many bytes." if len(document.reconciliations) > 1 else ""
     parts = [markup.text("p", summary), markup.text("p", others) if others else "", _witnesses(shown), _table(found)]
     return markup.section("Reconciliation at the peak", parts)
+
+
+def other_tiers(document: RunDocument) -> str:
+    """What lay outside of the device, and what moved."""
+    found = [markup.table(heads, rows, title, numbers=(len(heads) - 2, len(heads) - 1)) for title, heads, rows in tiers.parts(document)]
+    return markup.section("Other tiers", found) if found else ""
 
 
 def over_a_step(document: RunDocument) -> str:

@@ -4,7 +4,8 @@ The second step is the first whose optimizer state exists, so that its peak is t
 of its own: what the plain loop does in between, and what it holds, is not the training's.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardbook import Engine
-from shardbook.document import Exposed, Shortage, StepTime
-from shardbook.events import Event, Traffic
+from shardbook.document import Exposed, Moved, Shortage, StepTime, TierMemory
+from shardbook.events import Event, Traffic, Transfer
 from shardbook.forecasting.closed_form import OPTIMIZERS, closed_form
 from shardbook.ledger.assemble import Part
 from shardbook.ledger.bandwidth import bandwidth
@@ -37,6 +38,8 @@ class Books:
         self._timeline = Timeline(rank=rank, num_steps=_NUM_TIMED, clock=clock_for(device.type))
         self._parts: list[Part] = []
         self.sent_nbytes = self.sent_nbytes_per_step = 0
+        self._moved: Counter[str] = Counter()
+        self._moved_in_last_step: Counter[str] = Counter()
         self.measures = True
 
     def observe(self, event: Event) -> None:
@@ -44,6 +47,8 @@ class Books:
         self._timeline(event)
         if isinstance(event, Traffic):
             self.sent_nbytes += event.sent_nbytes
+        elif isinstance(event, Transfer):
+            self._moved[event.link] += event.nbytes
 
     @contextmanager
     def step(self, number: int) -> Generator[None]:
@@ -52,7 +57,7 @@ class Books:
         Raises:
             BudgetError: the books would hold more than the budget.
         """
-        before = self.sent_nbytes
+        before, moved = self.sent_nbytes, self._moved.copy()
         if not self.measures or (len(self._parts) >= NUM_MEASURED and self._budget is None):
             yield
         else:
@@ -64,6 +69,7 @@ class Books:
             finally:
                 self._keep(run.part())
         self.sent_nbytes_per_step = self.sent_nbytes - before
+        self._moved_in_last_step = self._moved - moved
 
     @property
     def shortage(self) -> Shortage | None:
@@ -82,6 +88,11 @@ class Books:
             timeline=None,
             sent_nbytes=self.sent_nbytes,
             sent_nbytes_per_step=self.sent_nbytes_per_step,
+            tiers=tuple(self._highest_tiers()),
+            moved=tuple(
+                Moved(rank=best.rank, link=link, nbytes=nbytes, nbytes_per_step=self._moved_in_last_step[link])
+                for link, nbytes in self._moved.items()
+            ),
             shortage=None if self.shortage is None else replace(self.shortage, forecast=dict(form)),
         )
 
@@ -92,6 +103,12 @@ class Books:
         reached = bandwidth(self._engine.transport, largest, device=self._device)
         timelines = together(self._timeline.record())
         return timelines, step_times(timelines, reached), exposed(timelines)
+
+    def _highest_tiers(self) -> Iterator[TierMemory]:
+        """Each tier in the measured step in which it held most."""
+        found = [tier for part in self._parts for tier in part.tiers]
+        for name in dict.fromkeys(tier.tier for tier in found):
+            yield max((tier for tier in found if tier.tier == name), key=lambda tier: tier.nbytes)
 
     def _keep(self, part: Part) -> None:
         kept = max((known.counters.allocated or 0 for known in self._parts), default=-1)

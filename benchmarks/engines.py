@@ -153,6 +153,11 @@ def _usual(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, contex
 def _deepspeed(name: str, model: nn.Module, dtype: Dtype, options: dict[str, Any]) -> Contender:
     deepspeed = import_deepspeed(next(model.parameters()).device.type)
     engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=deepspeed_config(name, dtype, options))
+    return stepped(name, engine, optimizer)
+
+
+def stepped(name: str, engine: Any, optimizer: torch.optim.Optimizer) -> Contender:
+    """An engine of DeepSpeed's that is built."""
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = engine(inputs, targets)

@@ -6,10 +6,13 @@
 Each part ends in promises; the exit code is 1 where one doesn't hold.
 """
 
+import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import tiers_bits, tiers_budget, tiers_disk, tiers_step
 from benchmarks.evidence_engine import Section, prose, table
@@ -84,6 +87,40 @@ def disk() -> Section:
     return section
 
 
+def peers() -> Section:
+    section = Section(title="Beside DeepSpeed's offload")
+    section.text += prose(
+        "`benchmarks/tiers_peers.py`: the optimizer on the host, a GPT of 29.5 million parameters, micro-batch 1, two ranks for each",
+        "engine, which take turns a step at a time; DeepSpeed with its own CPU optimizer, compiled in a new folder as on a machine where",
+        "it never ran, with small buckets and with its defaults. Ratios of our step to theirs: median and quartiles of rounds in which",
+        "nothing else used the cores. DeepSpeed's offload to a disk needs libaio's headers, which are not here: it is not compared.",
+    )
+    python = ROOT / ".venv-peers" / "bin" / "python"
+    if not python.exists():
+        section.promise("not run: there is no .venv-peers (make peers)", holds=False)
+        return section
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "peers.json")
+        subprocess.run([str(python), "-m", "benchmarks.tiers_peers", str(file)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        rows: list[dict[str, Any]] = json.loads(file.read_text())
+    lines: list[list[str]] = []
+    for row in rows:
+        for name, (median, low, high) in row["ratios"].items():
+            first, ours = row["first_seconds"][name], row["first_seconds"]["shardbook"]
+            milliseconds = [f"{row['milliseconds'][one]:.0f}" for one in ("shardbook", name)]
+            programs = ", ".join(row["compilers"][name]) or "nothing"
+            ratio = f"{median:.2f} ({low:.2f} to {high:.2f})"
+            lines.append([f"{row['stage']} {row['dtype']}", name, *milliseconds, ratio, f"{ours:.1f}", f"{first:.1f}", programs])
+    head = ["stage", "beside", "ours, ms", "theirs, ms", "ratio", "our first step, s", "theirs, s", "compiled by"]
+    section.text += table(head, lines)
+    for row in rows:
+        worst = max(median for median, _, _ in row["ratios"].values())
+        section.promise(f"stage {row['stage']} in {row['dtype']}: {worst:.2f} of DeepSpeed's step, at most 1", holds=worst <= 1)
+    compiled = sorted({program for row in rows for program in row["compilers"]["shardbook"]})
+    section.promise(f"compiled at our first run: {', '.join(compiled) or 'nothing'}", holds=not compiled)
+    return section
+
+
 def kills() -> Section:
     section = Section(title="Kills and errors of the disk")
     section.text += prose(
@@ -109,7 +146,7 @@ def kills() -> Section:
     return section
 
 
-PARTS: dict[str, Callable[[], Section]] = {"disk": disk, "bits": bits, "budget": budget, "kills": kills}
+PARTS: dict[str, Callable[[], Section]] = {"disk": disk, "peers": peers, "bits": bits, "budget": budget, "kills": kills}
 
 
 if __name__ == "__main__":

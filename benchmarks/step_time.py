@@ -67,7 +67,7 @@ def compare(names: Sequence[str], dtype: engines.Dtype, micro_batch: int, num_ro
     config, rank = models.GPTConfig(), dist.get_rank()
     contenders = {name: engines.make(name, dtype, config) for name in names}
     losses = {name: _train(contender, config, micro_batch, rank) for name, contender in contenders.items()}
-    _check_losses(losses, dtype)
+    check_losses(losses, dtype)
     rounds: list[Round] = []
     for number in range(num_rounds):
         if len(rounds) > MIN_ROUNDS and sum(found.lasted for found in rounds) > budget_seconds:
@@ -75,7 +75,7 @@ def compare(names: Sequence[str], dtype: engines.Dtype, micro_batch: int, num_ro
         inputs, targets = models.batch(config, micro_batch, rank=rank, step=WARM_STEPS + number)
         seconds: dict[str, float] = {}
         before = usage()
-        for name in _rotated(list(contenders), number):
+        for name in rotated(list(contenders), number):
             contender = contenders[name]
             dist.barrier()
             began = time.perf_counter()
@@ -98,7 +98,8 @@ def _train(contender: engines.Contender, config: models.GPTConfig, micro_batch: 
     return losses
 
 
-def _check_losses(losses: dict[str, list[float]], dtype: engines.Dtype) -> None:
+def check_losses(losses: dict[str, list[float]], dtype: engines.Dtype) -> None:
+    """Raises ``RuntimeError`` where an engine's losses are not those of the first."""
     first = next(iter(losses))
     for name, found in losses.items():
         apart = max(abs(one - other) for one, other in zip(found, losses[first], strict=True))
@@ -109,7 +110,8 @@ def _check_losses(losses: dict[str, list[float]], dtype: engines.Dtype) -> None:
             )
 
 
-def _rotated(names: list[str], by: int) -> list[str]:
+def rotated(names: list[str], by: int) -> list[str]:
+    """So that each goes first in its turn."""
     shift = by % len(names)
     return names[shift:] + names[:shift]
 
@@ -122,8 +124,12 @@ def slowest_of(seconds: dict[str, float], busy: float, own: float, wall: float) 
     used = torch.tensor([own, busy / dist.get_world_size(), wall / dist.get_world_size()], dtype=torch.float64)
     dist.all_reduce(used)
     by_ranks, by_all, lasted = used.tolist()
-    foreign = max(0.0, by_all - by_ranks) / (lasted * (os.cpu_count() or 1))
-    return Round(seconds=dict(zip(names, slowest.tolist(), strict=True)), foreign=foreign, lasted=lasted)
+    return Round(seconds=dict(zip(names, slowest.tolist(), strict=True)), foreign=share(by_all - by_ranks, lasted), lasted=lasted)
+
+
+def share(busy: float, lasted: float) -> float:
+    """Seconds of cores as a share of all that there are."""
+    return max(0.0, busy) / (lasted * (os.cpu_count() or 1))
 
 
 def usage() -> tuple[float, float, float]:

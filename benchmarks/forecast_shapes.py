@@ -63,5 +63,6 @@ SMALL_SHAPES: dict[str, tuple[Callable[[int], nn.Module], int]] = {
     "small gpt": (_gpt(layers=3, width=64, heads=2, vocab=512), 512),
     "small decoder": (_decoder(layers=3, width=64, heads=4, kv_heads=2, ffn=176, vocab=512), 512),
     "small decoder tied": (_decoder(layers=2, width=64, heads=4, kv_heads=1, ffn=176, vocab=512, tied=True), 512),
+    "decoder long": (_decoder(layers=6, width=256, heads=4, kv_heads=4, ffn=680, vocab=12288, tied=True), 12288),
 }
 """For checks of equality in seconds; not in the grid."""

@@ -1,6 +1,7 @@
 """Recomputation and offload: what four witnesses say of the same step, for every stage, place, precision and policy.
 
-    python -m benchmarks.tiers_grid               the whole product on two ranks, and how far the witnesses agree
+    python -m benchmarks.tiers_grid               72 configurations on two ranks, and how far the witnesses agree
+    python -m benchmarks.tiers_grid --all         the whole product, 240 of them
     python -m benchmarks.tiers_grid --only full   points whose description contains this
 
 Books and allocator are of one real run on gloo (`forecast_grid`), the simulation is of the engine itself on fake tensors, the closed form
@@ -13,30 +14,45 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 import shardbook as sb
 from benchmarks.forecast_grid import RECOMPUTES, FromTheStart, Measured, Point, forecast
 from benchmarks.simulation_grid import measure, pairs_of, simulated_all
 
 PRECISIONS = ("fp32", "bf16", "2+2+4+8", "pure-bf16")
+AT_ONCE = 24
+"""Points that share their ranks' processes."""
+
 SLACK_NBYTES = 64
 """What a closed form leaves out of WORKSPACE: numbers that a kernel keeps, 4 or 8 bytes each."""
 
 
-def points(*, folder: str, shape: str = "small decoder") -> list[Point]:
-    """Every stage, optimizer none, host or disk, parameters none or host, precision, and policy of recomputation."""
+def places() -> list[tuple[int, str, str]]:
+    """(stage, optimizer, parameters): where states may lie."""
     return [
-        Point(
-            shape=shape, stage=stage, precision=precision, micro_batch=8, sequence=64, ranks=2,
-            optimizer_on=optimizer, params_on=params, recompute=recompute, folder=folder if optimizer == "disk" else "",
-        )
+        (stage, optimizer, params)
         for stage in (1, 2, 3)
         for optimizer in ("none", "host", "disk")
         for params in ("none", "host")
-        for precision in PRECISIONS
-        for recompute in RECOMPUTES
         if params == "none" or stage == 3
-    ]  # fmt: skip
+    ]
+
+
+def points(*, folder: str, shape: str = "small decoder", whole: bool = False) -> list[Point]:
+    """Every place with six pairs of precision and policy, which take turns; ``whole``: with all twenty."""
+    pairs = list(product(PRECISIONS, RECOMPUTES))
+    found: list[Point] = []
+    for number, (stage, optimizer, params) in enumerate(places()):
+        turns = pairs if whole else [pairs[7 * (6 * number + turn) % len(pairs)] for turn in range(6)]
+        found += [
+            Point(
+                shape=shape, stage=stage, precision=precision, micro_batch=8, sequence=64, ranks=2, recompute=recompute,
+                optimizer_on=optimizer, params_on=params, folder=folder if optimizer == "disk" else "",  # pyright: ignore[reportArgumentType]
+            )
+            for precision, recompute in turns
+        ]  # fmt: skip
+    return found
 
 
 def disagreements(point: Point, saw: Measured, simulated: sb.Forecast, formula: sb.Forecast) -> list[str]:
@@ -64,7 +80,9 @@ def _apart(what: str, seen: Mapping[str, int], told: Mapping[str, int], slack: i
 
 def check(chosen: Sequence[Point]) -> tuple[int, dict[Point, list[str]]]:
     """How many pairs of a rank's steps are equal to the byte in peak, accounts and every phase; and what differs, by point."""
-    measured = measure(chosen)
+    measured: dict[Point, list[FromTheStart]] = {}
+    for first in range(0, len(chosen), AT_ONCE):
+        measured |= measure(chosen[first : first + AT_ONCE])
     simulated = dict(zip(chosen, simulated_all([(point, 0) for point in chosen]), strict=True))
     found = {point: disagreements(point, measured[point][0].later, simulated[point], forecast(point)) for point in chosen}
     equal = sum(_are_equal(point, measured[point][0], simulated[point]) for point in chosen)
@@ -79,9 +97,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="points whose description contains this")
     parser.add_argument("--shape", default="small decoder", help="a name of benchmarks.forecast_shapes")
+    parser.add_argument("--all", action="store_true", help="the whole product")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        chosen = [point for point in points(folder=folder, shape=options.shape) if options.only in str(point)]
+        chosen = [point for point in points(folder=folder, shape=options.shape, whole=options.all) if options.only in str(point)]
         equal, found = check(chosen)
     for point, differences in found.items():
         for line in differences:

@@ -62,7 +62,10 @@ def of_ranks(points: tuple[Point, ...]) -> dict[Point, Any]:
 
 def measured(at: Point) -> Any:
     """What its two ranks saw."""
-    return of_ranks(tuple(IN_DEFAULT if at in IN_DEFAULT else IN_FULL))[at]
+    if at in IN_DEFAULT:
+        return of_ranks(tuple(IN_DEFAULT))[at]
+    place = (at.stage, at.optimizer_on, at.params_on)
+    return of_ranks(tuple(one for one in IN_FULL if (one.stage, one.optimizer_on, one.params_on) == place))[at]
 
 
 @cache

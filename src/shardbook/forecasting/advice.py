@@ -4,7 +4,7 @@ Every way is a configuration of its own, forecast and timed as the plan itself i
 that fits, nothing else is advised, whatever was asked for; where it does not, the fastest that fits is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -52,7 +52,7 @@ def advise(question: Question, machine: Machine, answer: Callable[[Question], Fo
 
 def _ways(question: Question, machine: Machine, answer: Callable[[Question], Forecast]) -> Iterator[Way]:
     asked = question.config
-    configs = dict(_configs(asked, machine))
+    configs = dict(configs_of(asked, disk=machine.knows("disk.both")))
     own = next((name for name, config in configs.items() if config == asked), None)
     if own is None:
         configs[own := "as asked"] = asked
@@ -77,8 +77,12 @@ def _ways(question: Question, machine: Machine, answer: Callable[[Question], For
         )
 
 
-def _configs(asked: ZeroConfig, machine: Machine) -> Iterator[tuple[str, ZeroConfig]]:
-    """From the plainest on. What the stage does not allow is left out, and the disk where its rates are not known."""
+def configs_of(asked: ZeroConfig, *, disk: bool = True) -> Mapping[str, ZeroConfig]:
+    """Every way there is, by name, from the plainest on. What the stage does not allow is left out, and the ``disk`` if asked."""
+    return dict(_configs(asked, disk=disk))
+
+
+def _configs(asked: ZeroConfig, *, disk: bool) -> Iterator[tuple[str, ZeroConfig]]:
     plain = replace(asked, recompute=Recompute(), offload=Offload())
     recomputes = {"": Recompute(), "selective recompute": Recompute(policy="selective"), "full recompute": Recompute(policy="full")}
     path = asked.offload.path or _UNKNOWN_FOLDER
@@ -91,7 +95,7 @@ def _configs(asked: ZeroConfig, machine: Machine) -> Iterator[tuple[str, ZeroCon
     }
     for other, offload in offloads.items():
         for name, recompute in recomputes.items():
-            if (offload.optimizer == "disk" and not machine.knows("disk.both")) or (other and recompute.policy == "selective"):
+            if (offload.optimizer == "disk" and not disk) or (other and recompute.policy == "selective"):
                 continue
             try:
                 config = replace(plain, recompute=recompute, offload=offload)

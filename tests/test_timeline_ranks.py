@@ -52,7 +52,7 @@ def check(run: Callable[[], list[RankTimeline]], rank: int, cause: str, culprit:
 
 
 def every_pair(**fields: Sequence[Any]) -> pytest.MarkDecorator:
-    """``make evidence-books`` has the whole product of kinds, ranks and works."""
+    """Rows with every pair of values. ``make evidence-books`` takes its delays, at stage 3, with every number of ranks and every work."""
     return pytest.mark.parametrize(tuple(fields), [tuple(row[name] for name in fields) for row in pairwise(fields)])
 
 

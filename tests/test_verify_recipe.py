@@ -69,7 +69,7 @@ FIELDS = {
     "run__ranks": (1, 2, 3, 4),
 }
 MANY = pairwise(FIELDS, lambda row: row.get("zero__precision") != "pure-bf16" or row.get("zero__accumulate", 1) == 1)
-"""Bits in the whole product are ``tests/test_engine_equality.py``'s matter, verdicts on 200 configurations ``make evidence-verify``'s."""
+"""Bits in the whole product are ``tests/test_engine_equality.py``'s matter, verdicts on 200 other loops ``make evidence-verify``'s."""
 
 
 @pytest.mark.ranks

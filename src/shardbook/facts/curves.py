@@ -5,8 +5,8 @@ sizes, so that a constant rate is met exactly, and so is any power. Above the gr
 the last slope goes on, since that is where the fixed cost of a call shows. A single point stands for a constant rate.
 
 >>> curve = Curve(what="copy", dtype="", axes=((1024, 4096),), seconds=(1e-6, 2e-6))
->>> curve.at(2048), curve.at(40960)  # half way, and ten times the upper edge
-(1.4142135623730945e-06, 2e-05)
+>>> [f"{curve.at(numel):.3e}" for numel in (2048, 40960)]  # half way, and ten times the upper edge
+['1.414e-06', '2.000e-05']
 """
 
 import math

@@ -10,11 +10,12 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tiers_bits, tiers_budget, tiers_disk, tiers_step
+from benchmarks import tiers_advice, tiers_bits, tiers_bottleneck, tiers_budget, tiers_disk, tiers_grid, tiers_step
 from benchmarks.evidence_engine import Section, prose, table
 from benchmarks.evidence_page import ROOT, run, tested
 from tests import test_checkpoint_kill, test_offload_kill
@@ -57,6 +58,76 @@ def budget() -> Section:
     section.promise(f"peak {found.limited.peak_nbytes / GIB:.2f} of {limit:.2f} GiB", holds=found.limited.peak_nbytes <= found.shape.budget)
     section.promise("losses and weights are those of the run without limit, to the bit", holds=found.is_same)
     section.promise(f"without offload the forecast says: {found.without}", holds=found.without == "does not fit")
+    return section
+
+
+def books() -> Section:
+    section = Section(title="Four witnesses of every tier")
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = tiers_grid.points(folder=folder)
+        equal, found = tiers_grid.check(chosen)
+    wrong = {point: lines for point, lines in found.items() if lines}
+    section.text += prose(
+        f"{len(chosen)} real runs of two ranks (`benchmarks/tiers_grid.py`): stages 1 to 3, the optimizer on the device, the host or",
+        "a disk,",
+        "parameters on the device or the host, four precisions and every recomputation, in turns. Compared to the byte: the device's peak",
+        "and its accounts, what each tier holds between steps and at its highest, and the bytes that move over each link in a step. The",
+        f"closed form may leave {tiers_grid.SLACK_NBYTES} bytes out of WORKSPACE, numbers that a kernel keeps.",
+    )
+    section.text += [f"* {point}: {lines[0]}" for point, lines in wrong.items()] + [""] * bool(wrong)
+    agree = len(chosen) - len(wrong)
+    section.promise(f"closed form, simulation, books and allocator agree: {agree} of {len(chosen)}", holds=not wrong)
+    section.promise(f"simulation equal in both steps and every phase: {equal} of {len(chosen)}", holds=equal == len(chosen))
+    return section
+
+
+def bottleneck() -> Section:
+    section = Section(title="The bottleneck that moves")
+    rows = tiers_bottleneck.compare()
+    section.text += prose(
+        "A decoder on a long text in bf16, two ranks, measured (`benchmarks/tiers_bottleneck.py`). At stage 0 the optimizer's state is the",
+        "largest account; divided, it leaves what blocks save for backward; recomputed, those leave the loss.",
+    )
+    section.text += [*tiers_bottleneck.table(rows).splitlines(), ""]
+    peaks = ", ".join(f"{row.measured.allocated / 2**20:.1f}" for row in rows)
+    section.promise(f"peaks of {peaks} MiB: state, then blocks, then the loss", holds=tiers_bottleneck.moves(rows))
+    return section
+
+
+def advice() -> Section:
+    section = Section(title="Capacity or throughput")
+    section.text += prose(
+        "`benchmarks/tiers_advice.py`: a calibration made now (`shardbook doctor --calibrate`), then every way of a few plans, timed and",
+        "measured in turn, each in processes of its own. A cost is the share of the step that a way adds to that of the plan with neither",
+        f"recomputation nor offload; it is right within {tiers_advice.SHARE:.0%} of the measured cost,",
+        f"or within {tiers_advice.CLOSE:.0%} of the step. Advice is right where the way that it names fits as measured, and none that fits is faster by more than that.",
+    )
+    found: list[tiers_advice.Cost] = []
+    told: list[tiers_advice.Advised] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        began = time.monotonic()
+        machine = tiers_advice.calibrate(ranks=None, output=folder / "machine.json", path=folder)
+        seconds = time.monotonic() - began
+        for plan_name, plan in tiers_advice.PLANS.items():
+            ways = tiers_advice.run(plan, machine, folder, rounds=3, budget_seconds=4.0)
+            found += tiers_advice.costs(plan_name, ways)
+            told += tiers_advice.advices(plan_name, plan, ways, machine, folder)
+    section.text += table(
+        ["plan", "way", "cost, measured", "foretold", "right"],
+        [[one.plan, one.way, f"{one.measured:+.1%}", f"{one.predicted:+.1%}", "yes" if one.is_right else "**no**"] for one in found],
+    )
+    section.text += table(
+        ["plan", "room, MB", "asked about", "advised", "fastest that fits", "right"],
+        [
+            [one.plan, f"{one.budget / 1e6:.1f}", one.asked, str(one.recommended), str(one.fastest), "yes" if one.is_right else "**no**"]
+            for one in told
+        ],
+    )
+    right, advised = sum(one.is_right for one in found), sum(one.is_right for one in told)
+    section.promise(f"calibration took {seconds:.0f} s, at most 120", holds=seconds <= 120)
+    section.promise(f"costs foretold: {right} of {len(found)} right", holds=right == len(found) >= 6)
+    section.promise(f"advice: {advised} of {len(told)} right", holds=advised == len(told) >= 6)
     return section
 
 
@@ -146,7 +217,16 @@ def kills() -> Section:
     return section
 
 
-PARTS: dict[str, Callable[[], Section]] = {"disk": disk, "peers": peers, "bits": bits, "budget": budget, "kills": kills}
+PARTS: dict[str, Callable[[], Section]] = {
+    "disk": disk,
+    "peers": peers,
+    "advice": advice,
+    "bits": bits,
+    "books": books,
+    "bottleneck": bottleneck,
+    "budget": budget,
+    "kills": kills,
+}
 
 
 if __name__ == "__main__":

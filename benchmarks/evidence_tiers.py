@@ -100,7 +100,8 @@ def advice() -> Section:
         "`benchmarks/tiers_advice.py`: a calibration made now (`shardbook doctor --calibrate`), then every way of a few plans, timed and",
         "measured in turn, each in processes of its own. A cost is the share of the step that a way adds to that of the plan with neither",
         f"recomputation nor offload; it is right within {tiers_advice.SHARE:.0%} of the measured cost,",
-        f"or within {tiers_advice.CLOSE:.0%} of the step. Advice is right where the way that it names fits as measured, and none that fits is faster by more than that.",
+        f"or within {tiers_advice.CLOSE:.0%} of the step. Advice is right where the way that it",
+        "names fits as measured, and none that fits is faster by more than that.",
     )
     found: list[tiers_advice.Cost] = []
     told: list[tiers_advice.Advised] = []

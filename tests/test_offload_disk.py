@@ -250,3 +250,29 @@ def test_a_missing_parent_is_refused_when_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("numel", "chunk"), [(10**10, 1 << 22), (1 << 24, 1 << 20), (1000, 1 << 14)])
 def test_chunks_are_small_beside_the_model(numel: int, chunk: int) -> None:
     assert disk.planned_numel(numel) == chunk
+
+
+def recorded(path: Path, place: str, factor: float = 1.0) -> Path:
+    engine = built(path, precision="bf16")
+    if place == "none":
+        engine.close()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        engine = sb.Engine(model, torch.optim.AdamW(model.parameters()), sb.ZeroConfig(precision=sb.Precision.preset("bf16")))
+    assert engine.optimizer is not None
+    with sb.record(engine.model, engine.optimizer, path / f"{place}-{factor}") as recorder:
+        for number in range(2):
+            torch.manual_seed(number)
+            inputs = torch.randn(8, 64)
+            loss = engine(inputs).float().pow(2).sum() * factor
+            engine.backward(loss, weight=8)
+            recorder.step(loss=loss, weight=8, batch=inputs)
+            engine.step()
+    engine.close()
+    return path / f"{place}-{factor}"
+
+
+def test_a_record_holds_what_is_on_the_disk(tmp_path: Path) -> None:
+    in_memory = recorded(tmp_path, "none")
+    assert sb.verify(recorded(tmp_path, "disk"), in_memory).kind == "identical"
+    assert sb.verify(recorded(tmp_path, "disk", 1.01), in_memory).kind == "different"

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardbook.engine.state import pieces_of
 from shardbook.recording.fragments import Fragment
 
 
@@ -27,8 +28,16 @@ class ShardbookLayout:
             for piece in flat.pieces:
                 yield flat, piece
 
+    def _held(self) -> Iterator[tuple[Any, Tensor, Mapping[str, Any]]]:
+        """Each piece, its values and its state. What is on a disk is copied: all of it is in memory while it is recorded."""
+        for piece, value, state in pieces_of(self._passes._context.disk, self._passes._units, self._optimizer.state):
+            if piece.chunk is None:
+                yield piece, value, state
+            else:
+                yield piece, value.clone(), {key: one.clone() if isinstance(one, Tensor) else one for key, one in state.items()}
+
     def weights(self) -> list[Fragment]:
-        found = [Fragment(piece.member.name, piece.span.start, piece.parameter.detach()) for _, piece in self._pieces()]
+        found = [Fragment(piece.member.name, piece.span.start, value) for piece, value, _ in self._held()]
         for flat in self._flats():
             if not flat.trainable:
                 found += _resting(flat)
@@ -63,8 +72,8 @@ class ShardbookLayout:
 
     def states(self) -> Mapping[str, list[Fragment]]:
         found: dict[str, list[Fragment]] = {}
-        for _, piece in self._pieces():
-            for key, value in self._optimizer.state.get(piece.parameter, {}).items():
+        for piece, _, state in self._held():
+            for key, value in state.items():
                 if isinstance(value, Tensor) and key != "step" and value.shape == piece.parameter.shape:
                     found.setdefault(key, []).append(Fragment(piece.member.name, piece.span.start, value))
         return found

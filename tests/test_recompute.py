@@ -6,6 +6,7 @@ The default suite runs a selection in which every pair of values of two fields m
 import contextlib
 import copy
 import gc
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -60,7 +61,7 @@ def test_equals_the_plain_loop() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("entry", sorted({*ZOO} - {*WITHOUT_BLOCKS, *REFUSED}))
 def test_whole_product(entry: str) -> None:
-    """Every stage and kind in fp32 and bf16, and in one of the other types."""
+    """Every stage and kind, with types that take turns."""
     kinds = [(stage, recompute) for stage in range(4) for recompute in KINDS]
     others = sorted({*PRECISIONS} - {"fp32", "bf16"})
     rows = [
@@ -70,7 +71,7 @@ def test_whole_product(entry: str) -> None:
             "accumulate": 3 if index % 2 and precision in ("fp32", "bf16") else 1, "empty": index % 3 == 0,
         }
         for index, (stage, recompute) in enumerate(kinds)
-        for precision in ("fp32", "bf16", others[index % len(others)])
+        for precision in (("fp32", "bf16", others[index % len(others)])[(index + zlib.crc32(entry.encode())) % 3],)
     ]  # fmt: skip
     check([Case(**row) for row in rows if allowed(row)])
 

@@ -171,6 +171,7 @@ def run(plan: Plan, machine: Machine, folder: Path, *, rounds: int, budget_secon
     for number in range(rounds):
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
+            print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
             by_rank = ranks.run(RANKS, times, plan, ways[name], budget_seconds)
             clock[name].append(statistics.median(map(max, zip(*(seconds for seconds, _ in by_rank), strict=True))))
             busy[name].append(statistics.median(map(max, zip(*(seconds for _, seconds in by_rank), strict=True))))
@@ -236,6 +237,46 @@ def advices(name: str, plan: Plan, found: Mapping[str, Timed], machine: Machine,
         yield Advised(plan=name, budget=budget, asked=asked, recommended=told.recommended, fastest=best, is_right=right)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan: all of its ways, what they cost, and what was advised."""
+
+    plan: str
+    ways: Mapping[str, Timed]
+    costs: Sequence[Cost]
+    advised: Sequence[Advised]
+
+    @property
+    def plain(self) -> Timed:
+        return self.ways[PLAIN]
+
+
+def compare(
+    names: Sequence[str], machine: Machine, folder: Path, *, rounds: int, budget_seconds: float, busy: bool = False
+) -> Iterator[Found]:  # fmt: skip
+    """Plan by plan; what is under way is told on stderr."""
+    for name in names:
+        plan = PLANS[name]
+        ways = run(plan, machine, folder, rounds=rounds, budget_seconds=budget_seconds)
+        yield Found(
+            plan=name, ways=ways, costs=costs(name, ways, busy=busy), advised=list(advices(name, plan, ways, machine, folder))
+        )  # fmt: skip
+
+
+def lines(found: Found, *, busy: bool = False) -> Iterator[str]:
+    """What is printed of a plan."""
+    plain = found.plain
+    took = statistics.median(plain.busy if busy else plain.seconds)
+    yield f"{found.plan}: {took * 1e3:.0f} ms, predicted {_seconds(plain.said) * 1e3:.0f}"
+    for cost in found.costs:
+        off = found.ways[cost.way].peak / found.ways[cost.way].said.peak_allocated - 1
+        costs_so_much = f"measured {cost.measured:+7.1%}  predicted {cost.predicted:+7.1%}   peak {off:+.2%} of the forecast"
+        yield f"  {_mark(cost)} {cost.way:52} {costs_so_much}"
+    for one in found.advised:
+        advised = f"advised {one.recommended}; fastest that fits: {one.fastest}"
+        yield f"  {_mark(one)} {one.budget / 1e6:8.1f} MB, asked {one.asked}: {advised}"
+
+
 def _mark(one: Cost | Advised) -> str:
     return "ok   " if one.is_right else "WRONG"
 
@@ -254,24 +295,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         machine = read_machine(options.machine) if options.machine else calibrate(ranks=None, output=folder / "it.json", path=folder)
-        for name in options.plans:
-            plan = PLANS[name]
-            found = run(plan, machine, folder, rounds=options.rounds, budget_seconds=options.seconds)
-            plain = found[PLAIN]
-            print(
-                f"{name}: {statistics.median(plain.seconds) * 1e3:.0f} ms ({statistics.median(plain.busy) * 1e3:.0f} of a core), "
-                f"predicted {_seconds(plain.said) * 1e3:.0f}; {plain.peak:,} bytes, forecast {plain.said.peak_allocated:,}"
-            )
-            told = list(advices(name, plan, found, machine, folder))
-            for cost in costs(name, found, busy=options.busy):
-                one = found[cost.way]
-                print(f"  {_mark(cost)} {cost.way:52} measured {cost.measured:+7.1%}  predicted {cost.predicted:+7.1%}", end="")
-                print(f"   peak {one.peak / one.said.peak_allocated - 1:+.2%} of the forecast", flush=True)
-                wrong += not cost.is_right
-            for one in told:
-                print(f"  {_mark(one)} {one.budget / 1e6:8.1f} MB, asked {one.asked}: ", end="")
-                print(f"advised {one.recommended}; fastest that fits: {one.fastest}", flush=True)
-                wrong += not one.is_right
+        budget = {"rounds": options.rounds, "budget_seconds": options.seconds, "busy": options.busy}
+        for found in compare(options.plans, machine, folder, **budget):
+            print("\n".join(lines(found, busy=options.busy)), flush=True)
+            wrong += sum(not one.is_right for one in (*found.costs, *found.advised))
     return int(wrong > 0)
 
 

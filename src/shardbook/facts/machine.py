@@ -9,7 +9,7 @@ Plain, versioned data. Everything was measured on all ranks at once, each with i
     attention.forward, .backward        [sequence, head]   scaled_dot_product_attention of one head, causal
     loss.forward, .backward             [rows, vocabulary] cross-entropy in fp32
     embedding.forward, .backward        [rows, columns]    of a small table
-    optimizer.NAME                      [elements]         one step on one tensor
+    optimizer.NAME, host.optimizer.NAME [elements]         one step on one tensor, where the ranks compute and on their host
     add, squares                        [elements]         two parts of a gradient added; squares of one in fp64
     link                                [bytes]            to each other rank, and as many from it
     copy.down, copy.up                  [bytes]            device to host and back; dtype says "pinned" or "pageable"

@@ -1,5 +1,6 @@
 """Rates of what a step computes. Results go to new memory each time, as in a step; inputs are taken in turn, so that they are cold."""
 
+import os
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardbook.engine import numerics
+from shardbook.engine.host_step import host_threads, planned_threads
 from shardbook.train.calibration.clock import Clock, Work
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -140,16 +142,23 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
 
 
 def optimizers(clock: Clock) -> None:
-    """One step on one fp32 tensor; and fused AdamW on 16 bits."""
+    """One step on one fp32 tensor; and fused AdamW on 16 bits. Beside a GPU on the host as well, on as many threads as an engine takes."""
+    _optimizers(clock, "optimizer", clock.device)
+    if clock.device.type != "cpu":
+        with host_threads(planned_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))):
+            _optimizers(clock, "host.optimizer", torch.device("cpu"))
+
+
+def _optimizers(clock: Clock, kind: str, device: torch.device) -> None:
     for name, make in OPTIMIZERS.items():
         for dtype in ("fp32", "bf16") if name == "adamw-fused" else ("fp32",):
 
             def stepped(numel: int, make: Callable[[Sequence[Tensor]], Any] = make, dtype: str = dtype) -> Work:
-                value = torch.randn(numel, device=clock.device).to(DTYPES[dtype]).requires_grad_()
+                value = torch.randn(numel, device=device).to(DTYPES[dtype]).requires_grad_()
                 value.grad = torch.randn_like(value) * 1e-3
                 return make([value]).step
 
-            clock.curve(f"optimizer.{name}", dtype, (NUMELS,), stepped)
+            clock.curve(f"{kind}.{name}", dtype, (NUMELS,), stepped)
 
 
 def engine_passes(clock: Clock) -> None:

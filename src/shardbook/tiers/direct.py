@@ -113,8 +113,8 @@ class DirectFile:
             if error.errno not in _FULL:
                 _refuse(self.path.parent, error)
             raise ConfigError(
-                f"Offload.path = {str(self.path.parent)!r}: needs {(whole - self.nbytes) / _GIB:.2f} GiB of "
-                f"{_free(self._descriptor) / _GIB:.2f} GiB free ({error.strerror}); free some space, or choose a folder on another disk"
+                f"Offload.path = {str(self.path.parent)!r}: needs {_in_words(whole - self.nbytes)} of "
+                f"{_in_words(_free(self._descriptor))} free ({error.strerror}); free some space, or choose a folder on another disk"
             ) from error
         self.nbytes = whole
 
@@ -143,6 +143,10 @@ class DirectFile:
             f"begin again from the last checkpoint, with Offload(path=...) on another disk",
             path=str(self.path), offset=offset, nbytes=nbytes, errno=code,
         ) from error  # fmt: skip
+
+
+def _in_words(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB // 8 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def free_nbytes(folder: Path) -> int:

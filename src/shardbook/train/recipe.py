@@ -197,7 +197,7 @@ def _build(table: str, given: Mapping[str, Sourced], faults: list[str]) -> Any:
 
 def _placed(table: str, line: str, given: Mapping[str, Sourced]) -> str:
     """``ZeroConfig.stage = 4: ...`` becomes ``zero.stage = 4 (command line): ...``."""
-    found = re.match(r"(?:\[(\w+)\]: )?\w+\.(\w+)( = .*?)?: (.*)", line)
+    found = re.match(r"(?:\[(\w+)\]: )?\w+\.([\w.]+)( = .*?)?: (.*)", line)
     if found is None:
         return f"[{table}] {line}"
     inner, name, value, rest = found.groups()

@@ -55,7 +55,8 @@ def run(name: str, about: str | None, parts: Mapping[str, Callable[[], Section]]
     try:
         for part in chosen or parts:
             sections.append(parts[part]())
-            print(f"{part}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+            said = [f"  {'holds' if holds else 'FAILS'}: {statement}" for statement, holds in sections[-1].promises]
+            print("\n".join([f"{part}: {time.monotonic() - began:.0f} s so far", *said]), file=sys.stderr, flush=True)
     finally:
         ranks.stop_all()
     text = page(name, sections, time.monotonic() - began)

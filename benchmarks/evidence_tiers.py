@@ -97,8 +97,8 @@ def bottleneck() -> Section:
 def advice() -> Section:
     section = Section(title="Capacity or throughput")
     section.text += prose(
-        "`benchmarks/tiers_advice.py`: a calibration made now (`shardbook doctor --calibrate`), then every way of a few plans, timed and",
-        "measured in turn, each in processes of its own. A cost is the share of the step that a way adds to that of the plan with neither",
+        "`benchmarks/tiers_advice.py`: a calibration made now (`shardbook doctor --calibrate`), then every way of a few plans, which take",
+        "turns of a few steps on the same two ranks. A cost is the share of the step that a way adds to that of the plan with neither",
         f"recomputation nor offload; it is right within {tiers_advice.SHARE:.0%} of the measured cost,",
         f"or within {tiers_advice.CLOSE:.0%} of the step. Advice is right where the way that it",
         "names fits as measured, and none that fits is faster by more than that.",
@@ -110,10 +110,9 @@ def advice() -> Section:
         began = time.monotonic()
         machine = tiers_advice.calibrate(ranks=None, output=folder / "machine.json", path=folder)
         seconds = time.monotonic() - began
-        for plan_name, plan in tiers_advice.PLANS.items():
-            ways = tiers_advice.run(plan, machine, folder, rounds=3, budget_seconds=4.0)
-            found += tiers_advice.costs(plan_name, ways)
-            told += tiers_advice.advices(plan_name, plan, ways, machine, folder)
+        for plan in tiers_advice.compare(list(tiers_advice.PLANS), machine, folder):
+            found += plan.costs
+            told += plan.advised
     section.text += table(
         ["plan", "way", "cost, measured", "foretold", "right"],
         [[one.plan, one.way, f"{one.measured:+.1%}", f"{one.predicted:+.1%}", "yes" if one.is_right else "**no**"] for one in found],

@@ -1,10 +1,11 @@
 """What recomputation and offload were said to cost, beside what they cost: every way of a few plans, timed and measured here.
 
-    python -m benchmarks.tiers_advice --rounds 3            all, with a calibration made now
+    python -m benchmarks.tiers_advice                       all, with a calibration made now
     python -m benchmarks.tiers_advice --machine FILE --plans wide
 
-Each way runs in processes of its own, two ranks of one thread; the ways take turns, round by round, and a cost is the median over the
-rounds of its step beside that of the plan with neither in the same round. What is held at the peak is measured apart, by the allocator.
+All ways of a plan are engines of the same two ranks, of one thread each. They take turns of a few steps, round by round, and a cost is
+the median over the rounds of a way's step beside that of the plan with neither in the same round. What each holds at its peak was
+measured before, by the allocator, while there was no other.
 Advice is right where the way that it names fits as measured, and no way that fits as measured is faster by more than the bound.
 """
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 import shardbook as sb
 from benchmarks import ranks
+from benchmarks.step_time import rotated
 from shardbook.cli.calibration import calibrate
 from shardbook.facts.machine import Machine, read_machine
 from shardbook.forecasting.advice import CLOSE, PLAIN, configs_of
@@ -31,7 +33,8 @@ from shardbook.models.decoder import Decoder
 
 SHARE = 0.25
 """A predicted cost is right within so much of the measured one, or within :data:`CLOSE` of the step."""
-RANKS, WARM_STEPS, MIN_STEPS = 2, 3, 5
+RANKS = 2
+ROUNDS, STEPS = 5, 3
 ROOM = 1.01
 """Budgets are so much above what a way was forecast to hold."""
 
@@ -117,28 +120,49 @@ def _tokens(plan: Plan) -> torch.Tensor:
     return torch.randint(plan.model.vocab, (plan.micro_batch, plan.sequence), generator=generator)
 
 
-def times(plan: Plan, config: sb.ZeroConfig, budget_seconds: float) -> tuple[list[float], list[float]]:
-    """Run by each rank: seconds of each step, of the clock and of this rank's core."""
-    _, _, engine = _engine(plan, config)
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One way on one rank: seconds of each step of each round, of the clock and of this rank's core, and bytes at the peak."""
+
+    clock: tuple[tuple[float, ...], ...]
+    busy: tuple[tuple[float, ...], ...]
+    peak: int
+
+
+def every(plan: Plan, ways: Mapping[str, sb.ZeroConfig], rounds: int) -> Mapping[str, Ran]:
+    """Run by each rank: all ways, in turns."""
+    peaks = {name: peak(plan, config) for name, config in ways.items()}
+    engines = {name: _engine(plan, config)[2] for name, config in ways.items()}
     tokens = _tokens(plan)
-    for _ in range(WARM_STEPS):
-        _step(engine, tokens)
-    number = torch.ones(1)
+    turns: dict[str, list[tuple[tuple[float, ...], tuple[float, ...]]]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name in rotated(list(ways), number):
+            turns[name].append(_turn(engines[name], tokens))
+    for engine in engines.values():
+        engine.close()
+    return {
+        name: Ran(clock=tuple(clock for clock, _ in own[1:]), busy=tuple(busy for _, busy in own[1:]), peak=peaks[name])
+        for name, own in turns.items()
+    }
+
+
+def _turn(engine: sb.Engine, tokens: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of some steps, as they are after another step; what the last leaves under way ends with the turn."""
     clock: list[float] = []
     busy: list[float] = []
-    while number.item():
+    for _ in range(1 + STEPS):
+        dist.barrier()
         began, had = time.perf_counter(), time.process_time()
         _step(engine, tokens)
         clock.append(time.perf_counter() - began)
         busy.append(time.process_time() - had)
-        number.fill_(float(len(clock) < MIN_STEPS or sum(clock) < budget_seconds))
-        dist.broadcast(number, 0)
-    engine.close()
-    return clock, busy
+    if engine._context.disk is not None:
+        engine._context.disk.settle()
+    return tuple(clock[1:]), tuple(busy[1:])
 
 
 def peak(plan: Plan, config: sb.ZeroConfig) -> int:
-    """Run by each rank: most bytes of live tensors of the device, by the allocator."""
+    """Most bytes of live tensors of the device, by the allocator."""
     model, optimizer, engine = _engine(plan, config)
     tokens = _tokens(plan)
     _step(engine, tokens)
@@ -163,27 +187,24 @@ def _below(config: sb.ZeroConfig, folder: Path) -> sb.ZeroConfig:
     return replace(config, offload=replace(config.offload, path=folder)) if config.offload.path else config
 
 
-def run(plan: Plan, machine: Machine, folder: Path, *, rounds: int, budget_seconds: float) -> Mapping[str, Timed]:
-    """Every way, timed in turn."""
+def run(plan: Plan, machine: Machine, folder: Path, *, rounds: int = ROUNDS) -> Mapping[str, Timed]:
+    """Every way, measured."""
     ways = ways_of(plan, folder)
-    clock: dict[str, list[float]] = {name: [] for name in ways}
-    busy: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
-        names = list(ways)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-            by_rank = ranks.run(RANKS, times, plan, ways[name], budget_seconds)
-            clock[name].append(statistics.median(map(max, zip(*(seconds for seconds, _ in by_rank), strict=True))))
-            busy[name].append(statistics.median(map(max, zip(*(seconds for _, seconds in by_rank), strict=True))))
+    by_rank: list[Mapping[str, Ran]] = ranks.run(RANKS, every, plan, ways, rounds)
     return {
         name: Timed(
-            seconds=tuple(clock[name]),
-            busy=tuple(busy[name]),
-            peak=max(ranks.run(RANKS, peak, plan, config)),
+            seconds=_slowest([ran[name].clock for ran in by_rank]),
+            busy=_slowest([ran[name].busy for ran in by_rank]),
+            peak=max(ran[name].peak for ran in by_rank),
             said=forecast(plan, config, machine),
         )
         for name, config in ways.items()
     }
+
+
+def _slowest(by_rank: Sequence[Sequence[Sequence[float]]]) -> tuple[float, ...]:
+    """By round: the median of its steps, each as long as on its slowest rank."""
+    return tuple(statistics.median(map(max, zip(*rounds, strict=True))) for rounds in zip(*by_rank, strict=True))
 
 
 def forecast(plan: Plan, config: sb.ZeroConfig, machine: Machine, budget: int | None = None) -> sb.Forecast:
@@ -252,12 +273,12 @@ class Found:
 
 
 def compare(
-    names: Sequence[str], machine: Machine, folder: Path, *, rounds: int, budget_seconds: float, busy: bool = False
+    names: Sequence[str], machine: Machine, folder: Path, *, rounds: int = ROUNDS, busy: bool = False
 ) -> Iterator[Found]:  # fmt: skip
-    """Plan by plan; what is under way is told on stderr."""
+    """Plan by plan."""
     for name in names:
         plan = PLANS[name]
-        ways = run(plan, machine, folder, rounds=rounds, budget_seconds=budget_seconds)
+        ways = run(plan, machine, folder, rounds=rounds)
         yield Found(
             plan=name, ways=ways, costs=costs(name, ways, busy=busy), advised=list(advices(name, plan, ways, machine, folder))
         )  # fmt: skip
@@ -285,8 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints both tables; the exit code is 1 where anything in them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of steps, in each run")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk of offload")
     parser.add_argument("--plans", nargs="*", default=list(PLANS))
     parser.add_argument("--busy", action="store_true", help="by what ranks had of their cores: for machines where others work")
@@ -295,8 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         machine = read_machine(options.machine) if options.machine else calibrate(ranks=None, output=folder / "it.json", path=folder)
-        budget = {"rounds": options.rounds, "budget_seconds": options.seconds, "busy": options.busy}
-        for found in compare(options.plans, machine, folder, **budget):
+        for found in compare(options.plans, machine, folder, rounds=options.rounds, busy=options.busy):
             print("\n".join(lines(found, busy=options.busy)), flush=True)
             wrong += sum(not one.is_right for one in (*found.costs, *found.advised))
     return int(wrong > 0)

@@ -4,8 +4,8 @@
     .venv-peers/bin/python -m benchmarks.tiers_peers FILE --dry       a tiny model and few rounds: whether it runs
 
 Both train the same GPT from the same weights on the same batches, each on two ranks of its own (`benchmarks/turns.py`). DeepSpeed has
-its own CPU optimizer, which it compiles at its first run: into a new folder here, as on a machine where it never ran. Its buckets are
-those of ``-small`` (`benchmarks/engines.py`), which suit a model of this kind, and beside them its defaults.
+its own CPU optimizer, which it compiles at its first run: into a new folder here, as on a machine where it never ran; later rows find it
+there. Its buckets are those of ``-small`` (`benchmarks/engines.py`), which suit a model of this kind, and beside them its defaults.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def theirs(stage: int, buckets: str, dtype: Dtype, config: models.GPTConfig) -> 
 
 
 def measure(stage: int, dtype: Dtype, *, dry: bool) -> Row:
-    """In a folder where nothing was compiled."""
+    """Whoever is first to compile does it, and that counts into its first step."""
     makes: dict[str, turns.Make] = {
         "shardbook": partial(ours, stage),
         "deepspeed, small buckets": partial(theirs, stage, "-small"),
@@ -73,9 +73,7 @@ def measure(stage: int, dtype: Dtype, *, dry: bool) -> Row:
     }
     if dry:
         del makes["deepspeed"]  # gigabytes of buckets
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCH_EXTENSIONS_DIR"] = folder
-        found = turns.measure(makes, dtype, DRY if dry else models.GPTConfig(), micro_batch=1, num_rounds=6 if dry else NUM_ROUNDS)
+    found = turns.measure(makes, dtype, DRY if dry else models.GPTConfig(), micro_batch=1, num_rounds=6 if dry else NUM_ROUNDS)
     times, kept = found.times, found.times.quiet(FOREIGN)
     return Row(
         stage=stage,
@@ -108,10 +106,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for dtype in options.dtypes:
-        for stage in options.stages:
-            rows.append(measure(stage, dtype, dry=options.dry))
-            print(rows[-1], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCH_EXTENSIONS_DIR"] = folder
+        for dtype in options.dtypes:
+            for stage in options.stages:
+                rows.append(measure(stage, dtype, dry=options.dry))
+                print(rows[-1], flush=True)
     options.file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 

@@ -118,8 +118,9 @@ def test_a_clock_keeps_the_first_quartile_of_many_and_the_grid_in_order(monkeypa
 
 def test_a_disk_is_really_read_and_written(tmp_path):
     clock = Clock(torch.device("cpu"))
-    said = disk_rates.disk(clock, tmp_path, 2 * disk_rates.BLOCK_NBYTES)
+    said = disk_rates.disk(clock, tmp_path, 2 * disk_rates.EXTENT_NBYTES[-1])
     assert [found.what for found in clock.curves] == ["disk.read", "disk.write", "disk.both"]
+    assert all(found.axes == (disk_rates.EXTENT_NBYTES,) and found.seconds[0] < found.seconds[-1] for found in clock.curves)
     assert said == "" or "no direct I/O" in said
     assert list(tmp_path.iterdir()) == []
 

@@ -32,6 +32,11 @@ def point(**fields: Any) -> Point:
     return Point(shape="small decoder", micro_batch=8, sequence=64, ranks=2, **fields)
 
 
+def deep(**fields: Any) -> Point:
+    """Peaks in the backward of a block, where the small decoder does in the loss."""
+    return Point(shape="decoder 12 layers", micro_batch=2, sequence=256, ranks=2, **fields)
+
+
 IN_DEFAULT = [
     point(stage=1, optimizer_on="host", precision="pure-bf16", recompute="full"),
     point(stage=2, optimizer_on="host", precision="fp32", recompute="every 2"),
@@ -39,6 +44,7 @@ IN_DEFAULT = [
     point(stage=3, params_on="host", precision="2+2+4+8", recompute="selective"),
     point(stage=3, optimizer_on="host", params_on="host", precision="fp32", recompute="offload", accumulate=2),
     point(stage=2, optimizer_on="disk", precision="bf16", recompute="offload"),
+    deep(stage=2, optimizer_on="host", precision="fp32", recompute="selective"),
 ]
 IN_FULL = [
     # every fourth of the product; `python -m benchmarks.tiers_grid --all` takes all of them
@@ -49,6 +55,7 @@ IN_FULL = [
     point(stage=3, precision="2+2+4+8", optimizer_on="disk", optimizer="sgd", kernel="foreach", accumulate=1),
     point(stage=1, precision="bf16", optimizer_on="disk", optimizer="sgd-momentum", accumulate=2),
     point(stage=3, precision="pure-bf16", optimizer_on="host", kernel="foreach"),
+    *[deep(stage=3, optimizer_on="host", precision="bf16", recompute=recompute) for recompute in RECOMPUTES],
 ]
 every_point = pytest.mark.parametrize(
     "at", [*IN_DEFAULT, *(pytest.param(one, marks=pytest.mark.full) for one in IN_FULL if one not in IN_DEFAULT)], ids=str

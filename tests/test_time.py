@@ -13,6 +13,7 @@ from shardbook.errors import ConfigError
 from shardbook.facts.curves import Curve
 from shardbook.facts.machine import Machine, read_machine
 from shardbook.forecasting.advice import PLAIN
+from shardbook.forecasting.disk import plan
 from shardbook.forecasting.forecast import forecast
 from shardbook.forecasting.question import ask
 from shardbook.forecasting.state import state_of
@@ -100,7 +101,9 @@ def rates(**seconds):
         )
         for one in known.curves
     )
-    return replace(known, curves=curves, numbers=dict.fromkeys(known.numbers, 0.0) | {"link.beside": 1.0})
+    return replace(
+        known, curves=curves, numbers=dict.fromkeys(known.numbers, 0.0) | {"link.beside": 1.0, "whole.fp32": 1.0, "whole.bf16": 1.0}
+    )
 
 
 def test_products_at_one_rate_take_their_operations(model):
@@ -143,8 +146,27 @@ def test_a_disk_goes_on_beside_the_step_and_counts_where_it_is_slower(model):
     config = ZeroConfig(offload=DISK)
     assert seconds_of(asked(model, config), quick).disk == 0
     found = seconds_of(asked(model, config), slow)
-    ahead = 2 * 12 * (1 << 14)  # two slots of the least chunk there is: read before, or written after
+    ahead = 12 * (64 + (1 << 14))  # read before: the final norm's chunk, and the first of a block's, of the least length there is
     assert found.step + found.disk == pytest.approx((12 * state_numel(model) - ahead) * 1e-9)
+
+
+def test_each_piece_that_comes_from_a_disk_costs_its_call(model):
+    config, nothing = ZeroConfig(offload=DISK), rates()
+    machine = replace(nothing, numbers={**nothing.numbers, "disk.piece": 1.0})
+    question = asked(model, config)
+    pieces = plan(state_of(question).placement.structure, config, per_element=2).num_pieces
+    assert seconds_of(question, machine).disk == pytest.approx(pieces)
+    assert seconds_of(asked(model, ZeroConfig()), machine).total < 1e-6
+
+
+@pytest.mark.parametrize(("precision", "factor"), [("fp32", 2.0), ("bf16", 3.0)])
+def test_all_but_the_disk_takes_as_much_longer_as_a_whole_step_was_measured_to(model, sample, precision, factor):
+    config = ZeroConfig(offload=DISK, precision=Precision.preset(precision))
+    parts = replace(sample, numbers={**sample.numbers, "whole.fp32": 1.0, "whole.bf16": 1.0})
+    whole = replace(sample, numbers={**sample.numbers, "whole.fp32": 2.0, "whole.bf16": 3.0})
+    alone, together = (seconds_of(asked(model, config), machine) for machine in (parts, whole))
+    assert together.disk == alone.disk > 0
+    assert together.total - together.disk == pytest.approx(factor * (alone.total - alone.disk))
 
 
 def test_what_can_not_be_said_is_not(model, sample):

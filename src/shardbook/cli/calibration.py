@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from shardbook.cli.forecast_question import parse_count
@@ -36,13 +37,34 @@ def calibrate(*, ranks: str | None, output: Path | None, path: Path | None) -> M
         raise ConfigError(f"--output {output}: its folder is missing; make it first")
     print(f"measuring on {count} ranks, about a minute; nothing else should run meanwhile", file=sys.stderr)
     text = launch({"task": "calibrate", "device": "auto", "path": str(folder)}, ranks=count)
+    machine = _with_wholes(Machine.from_json(text))
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        write_atomically(target, text)
+        write_atomically(target, machine.to_json())
     except OSError as error:
         raise ConfigError(f"--output {target}: can't be written ({error.strerror}); give another") from error
     print(f"written to {target}", file=sys.stderr)
-    return Machine.from_json(text)
+    return machine
+
+
+def _with_wholes(machine: Machine) -> Machine:
+    """With what a step of the small model took by what its parts add up to."""
+    import torch
+
+    from shardbook.forecasting.forecast import forecast
+    from shardbook.models.decoder import Decoder
+    from shardbook.train.calibration import whole
+
+    with torch.device("meta"):
+        model = Decoder(whole.MODEL)
+    numbers = dict(machine.numbers)
+    for name, config in whole.CONFIGS.items():
+        said = forecast(
+            model, config, ranks=machine.ranks, micro_batch=whole.MICRO_BATCH, sequence=whole.SEQUENCE, machine=machine
+        ).step_seconds  # fmt: skip
+        assert said is not None
+        numbers[f"whole.{name}"] = max(1.0, numbers[f"step.{name}"] / said)
+    return replace(machine, numbers=numbers)
 
 
 def _num_ranks() -> int:

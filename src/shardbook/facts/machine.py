@@ -13,7 +13,8 @@ Plain, versioned data. Everything was measured on all ranks at once, each with i
     add, squares                        [elements]         two parts of a gradient added; squares of one in fp64
     link                                [bytes]            to each other rank, and as many from it
     copy.down, copy.up                  [bytes]            device to host and back; dtype says "pinned" or "pageable"
-    disk.read, disk.write, disk.both    [bytes]            direct I/O of one rank; both: so many each way at once
+    pass.short                          [bytes]            the same with a short row again and again: a table of positions, say
+    disk.read, disk.write, disk.both    [bytes]            one of many pieces, by direct I/O of each rank; both: each way at once
 """
 
 import json
@@ -48,8 +49,10 @@ class Machine:
         curves: see the file's header.
         numbers: seconds of ``operator.forward`` and ``operator.backward`` (on next to nothing), of ``unit.forward``, ``unit.backward`` and
             ``unit.step`` (each ``.stay`` or ``.gathered``: what a unit costs the engine beside its bytes), of ``recompute.full`` and
-            ``recompute.selective`` (of a block, beside its operators); ``link.beside``, the share of a link's time that is left to wait
-            for when something is computed beside it; ``host.nbytes``, the host's memory.
+            ``recompute.selective`` (of a block, beside its operators), of ``disk.piece`` (of a piece that is lent to the optimizer for its
+            step), and of a whole step of a small model, ``step.fp32`` and ``step.bf16``; ``whole.fp32`` and ``whole.bf16``, that step by
+            the sum of its parts; ``link.beside``, the share of a link's time that is left to wait for when something is computed beside
+            it; ``host.nbytes``, the host's memory.
         notes: what could not be measured, in sentences.
     """
 

@@ -24,12 +24,13 @@ LARGE_FROM_NBYTES = 1 << 22
 class Plan:
     """``slot_nbytes``: of each slot, its slack for alignment left out; ``num_pieces``: what optimizers step on, cut where chunks end.
 
-    ``longest``: elements of the largest chunk.
+    ``longest``: elements of the largest chunk; ``chunk_nbytes``: of each chunk, in the order of steps.
     """
 
     slot_nbytes: int
     num_pieces: int
     longest: int
+    chunk_nbytes: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -44,14 +45,16 @@ def plan(structure: Structure, config: ZeroConfig, per_element: int, quantised_n
     planned = min(CHUNK_NUMEL, max(LEAST_NUMEL, _up(-(-sum(form.shard_numel for _, form in found) // SHARE), ALIGNMENT)))
     slot = max((_up(min(planned, form.shard_numel) * widths[id(form)], PAGE_NBYTES) for _, form in found), default=0)
     pieces = longest = 0
+    nbytes: list[int] = []
     for flat, form in found:
         most = slot // widths[id(form)] // ALIGNMENT * ALIGNMENT
         first = structure.group.rank * form.shard_numel
         for begin in range(0, form.shard_numel, most):
             end = min(form.shard_numel, begin + most)
             longest = max(longest, end - begin)
+            nbytes.append((end - begin) * widths[id(form)])
             pieces += sum(1 for _ in piece_numels(flat.numels, first + begin, first + end))
-    return Plan(slot_nbytes=slot, num_pieces=pieces, longest=longest)
+    return Plan(slot_nbytes=slot, num_pieces=pieces, longest=longest, chunk_nbytes=tuple(nbytes))
 
 
 def _trained(structure: Structure, config: ZeroConfig) -> Iterator[tuple[FlatFacts, FlatForm]]:

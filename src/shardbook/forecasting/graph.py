@@ -119,6 +119,7 @@ class Graph:
             again.node = Node(0, [], caught)
             before = (self._chosen, self._kept, self._replays)
             self._chosen, self._kept, self._replays = choose() if choose else None, node.saved[0 if call else 1 :], True
+            del node.saved[0 if call else 1 :]  # what was kept goes as it is served
             result = forward(again)
             self._chosen, self._kept, self._replays = before
             assert result.node is not None

@@ -119,11 +119,9 @@ class _Maker:
     def disk(self, structure: Structure, moments: Moments) -> None:
         """States come and go beside the step, but for what was read before it begins, and what is written after it ends."""
         chunks = plan(structure, self._config, moments.per_element, moments.quantised_nbytes)
-        forms = [flat_form(flat, self._config, structure.group) for unit in structure.units for flat in unit.flats if flat.trainable]
-        widths = [form.stepped_nbytes * (1 + moments.per_element) + moments.quantised_nbytes for form in forms]
-        nbytes = sum(form.shard_numel * width for form, width in zip(forms, widths, strict=True))
-        left = max(chunks.slot_nbytes, nbytes - (NUM_SLOTS - 1) * chunks.slot_nbytes)
-        self.lanes.disk = self._machine.seconds("disk.both", "", left)
+        waited = chunks.chunk_nbytes[NUM_SLOTS - 1 :] or chunks.chunk_nbytes[-1:]
+        self.lanes.disk = sum(self._machine.seconds("disk.both", "", nbytes) for nbytes in waited)
+        self.lanes.disk += chunks.num_pieces * self._machine.numbers.get("disk.piece", 0.0)
 
     # ---- rates -----------------------------------------------------------------------------------------------------------
 

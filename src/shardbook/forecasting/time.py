@@ -7,7 +7,8 @@
     step        norm, scale, optimizer
     disk        states read and written, beside the optimizer's step
 
-On a CPU all lanes but the disk's are the ranks' own cores, one after the other; what a link hides behind a computation is measured.
+On a CPU all lanes but the disk's are the ranks' own cores, one after the other, and in a step each takes somewhat longer than by itself:
+how much, a calibration measures with a whole step of a small model. What a link hides behind a computation is measured as well.
 Seconds of each lane are those of the slowest rank where shards are alike: rank 0.
 """
 
@@ -46,6 +47,10 @@ class StepSeconds:
         """The step."""
         return sum(getattr(self, one.name) for one in fields(self))
 
+    def scaled(self, factor: float) -> "StepSeconds":
+        """All lanes but the disk's take ``factor`` times as long."""
+        return replace(self, **{one.name: factor * getattr(self, one.name) for one in fields(self) if one.name != "disk"})
+
     def cost_beside(self, other: "StepSeconds") -> float:
         """How much longer this step takes, as a share of the other.
 
@@ -81,7 +86,10 @@ def seconds_of(question: Question, machine: Machine) -> StepSeconds | None:
     again = times * len(recomputed_of(question)) * machine.numbers.get(f"recompute.{question.config.recompute.policy}", 0.0)
     lanes.host += _rested(question, machine)
     found = _assembled(phases, times * nodes * behind, lanes, again)
-    return found if machine.device == "cpu" else replace(found, host=max(0.0, found.host - found.backward))
+    if machine.device != "cpu":
+        return replace(found, host=max(0.0, found.host - found.backward))
+    kind = "bf16" if DTYPE_NBYTES[question.config.precision.param] == 2 else "fp32"
+    return found.scaled(machine.numbers.get(f"whole.{kind}", 1.0))
 
 
 def _rested(question: Question, machine: Machine) -> float:

@@ -150,6 +150,12 @@ class Working(Kernels):
         self._known.append((forward, (*grouped, Undated("attention.backward", dtype, (sequence, head_dim), times))))
         return super().attention(parts, rows=rows, heads=heads, head_dim=head_dim, sequence=sequence, on_cuda=on_cuda)
 
+    def mul_const(self, x: Value, table: Value | None = None, label: str = "product") -> Value:
+        if table is not None:
+            short = (Undated("pass.short", _dtype(x.width), (2 * _nbytes(x),)),)
+            self._known.append((short, short))
+        return super().mul_const(x, table, label)
+
     def pointwise(self, x: Value, label: str, *, saves_result: bool = False, temporaries: int = 0) -> Value:
         if label in _ACTIVATIONS:
             dtype, sizes = _dtype(x.width), (x.numel,)

@@ -1,6 +1,7 @@
 """Rates of what a step computes. Results go to new memory each time, as in a step; inputs are taken in turn, so that they are cold."""
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
@@ -17,11 +18,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS, INNER, OUTER = (64, 256, 1024), (64, 256, 1024), (64, 256, 1024)
 PASS_NBYTES = (1 << 14, 1 << 18, 1 << 21, 1 << 24, 3 << 25)
 NUMELS = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
-SEQUENCES, HEAD_DIMS = (64, 256, 1024, 2048), (32, 64, 128)
+SEQUENCES, HEAD_DIMS = (64, 256, 512, 1024, 2048), (32, 64, 128)
 LOSS_ROWS, VOCABULARIES = (64, 512), (256, 2048, 8192)
 EMBEDDED_ROWS, COLUMNS = (64, 1024), (64, 1024)
-_HEADS = 4
-_COLD_NBYTES = 16 << 20
+_HEADS, _SHORT = 4, 32
+_COLD_NBYTES, _MOST_RESULTS = 16 << 20, 64
 
 
 def compute(clock: Clock) -> None:
@@ -59,7 +60,13 @@ def passes(clock: Clock, name: str, dtype: torch.dtype) -> None:
     def multiply(nbytes: int) -> Work:
         numel = max(1, nbytes // 3 // dtype.itemsize)
         left, right = _several(clock, dtype, numel), _several(clock, dtype, numel)
-        return lambda: next(left) * next(right)
+        return _into_cold(lambda: next(left) * next(right))
+
+    def short(nbytes: int) -> Work:
+        rows = max(1, nbytes // 2 // dtype.itemsize // (_HEADS * _SHORT))
+        left = _several(clock, dtype, rows, _HEADS, 2 * _SHORT)
+        table = torch.randn(rows, 1, _SHORT, device=clock.device).to(dtype)
+        return _into_cold(lambda: next(left)[..., :_SHORT] * table)
 
     def forward(numel: int) -> Work:
         x = _several(clock, dtype, numel)
@@ -70,6 +77,7 @@ def passes(clock: Clock, name: str, dtype: torch.dtype) -> None:
         return lambda: torch.ops.aten.silu_backward(next(gradient), next(x))
 
     clock.curve("pass", name, (PASS_NBYTES,), multiply)
+    clock.curve("pass.short", name, (PASS_NBYTES[:-1],), short)
     clock.curve("activation.forward", name, (NUMELS,), forward)
     clock.curve("activation.backward", name, (NUMELS,), backward)
 
@@ -175,6 +183,19 @@ def engine_passes(clock: Clock) -> None:
 
     clock.curve("add", "fp32", (NUMELS,), add)
     clock.curve("squares", "fp32", (NUMELS,), squares)
+
+
+def _into_cold(work: Callable[[], Tensor]) -> Work:
+    """Keeps results for a while, as a forward does, so that each goes to memory that no cache has."""
+    results: deque[Tensor] = deque([work()])
+    most = max(1, min(_MOST_RESULTS, _COLD_NBYTES // results[0].nbytes))
+
+    def again() -> None:
+        results.append(work())
+        if len(results) > most:
+            results.popleft()
+
+    return again
 
 
 def _several(clock: Clock, dtype: torch.dtype, *shape: int) -> Any:

@@ -1,20 +1,26 @@
 """What a call costs beside its work: of an operator under autograd, of a unit in the engine, of a block that is computed again."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardbook.config import Recompute, ZeroConfig
+from shardbook.config import Offload, Recompute, ZeroConfig
 from shardbook.engine.engine import Engine
 from shardbook.models.config import DecoderConfig
-from shardbook.models.decoder import Decoder
+from shardbook.models.decoder import Attention, Decoder, FeedForward
 from shardbook.train.calibration.clock import Clock, quartile
 
 _OPERATORS, _WIDTH = 64, 8
 _FEW, _MANY = 4, 20
 _WARM_STEPS, _STEPS = 8, 25
+_PIECES = 4
+"""Pieces of a unit on each rank: as many as a chunk of a block has, about."""
+_NOWHERE = Offload()
+_EVICTING_NBYTES = 4 << 20
 
 
 def operators(clock: Clock) -> Mapping[str, float]:
@@ -37,9 +43,9 @@ def operators(clock: Clock) -> Mapping[str, float]:
 class _Tiny(nn.Module):
     """Blocks with next to nothing in them: what they cost an engine is the engine's."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, weights: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(_Block(weights) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -48,12 +54,14 @@ class _Tiny(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, weights: int) -> None:
         super().__init__()
-        self.first, self.second = (nn.Parameter(torch.randn(64)) for _ in range(2))
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64)) for _ in range(weights))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.first * self.second
+        for weight in self.weights:
+            x = x * weight
+        return x
 
 
 def units(clock: Clock) -> Mapping[str, float]:
@@ -67,11 +75,21 @@ def units(clock: Clock) -> Mapping[str, float]:
     return dict(zip(found, clock.mean(list(found.values())), strict=True))
 
 
-def _phases(clock: Clock, stage: Literal[1, 3], blocks: int) -> list[float]:
+def pieces(clock: Clock, folder: Path) -> float:
+    """Seconds that a piece of a parameter costs where it comes from a disk for its step, beside what is read, written and stepped on."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    offload = Offload(optimizer="disk", path=folder)
+    weights = _PIECES * num_ranks
+    found = [_phases(clock, 1, blocks, weights, there)[2] for there in (offload, Offload()) for blocks in (_MANY, _FEW)]
+    of_disk, of_step = found[0] - found[1], found[2] - found[3]
+    return clock.mean([max(1e-6, (of_disk - of_step) / (_MANY - _FEW) / _PIECES)])[0]
+
+
+def _phases(clock: Clock, stage: Literal[1, 3], blocks: int, weights: int = 2, offload: Offload = _NOWHERE) -> list[float]:
     """Seconds of forward, backward and step."""
-    model = _Tiny(blocks).to(clock.device)
+    model = _Tiny(blocks, weights).to(clock.device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    config = ZeroConfig(stage=stage, units=[_Block])
+    config = ZeroConfig(stage=stage, units=[_Block], offload=offload)
     engine = Engine(model, optimizer, config)
     x = torch.ones(64, device=clock.device, requires_grad=True)
     times: list[list[float]] = [[], [], []]
@@ -90,13 +108,25 @@ def _phases(clock: Clock, stage: Literal[1, 3], blocks: int) -> list[float]:
 
 
 def recomputation(clock: Clock) -> Mapping[str, float]:
-    """Seconds of a block that is computed again, beside its operators': of next to nothing in it, which leaves those calls."""
+    """Seconds of a block that is computed again, beside its operators': of next to nothing in it, which leaves those calls.
+
+    Between them memory is copied, as in a real block, so that what the calls themselves need is not in the inner caches; that costs the
+    first run as much as the second.
+    """
     layers, sequence = 8, 8
+    memory = torch.zeros(2, _EVICTING_NBYTES, dtype=torch.uint8, device=clock.device)
     tokens = torch.zeros(1, sequence, dtype=torch.int64, device=clock.device)
     seconds: dict[str, float] = {}
     forward = 0.0
+
+    def evict(*_: Any) -> None:
+        memory[0].copy_(memory[1])
+
     for policy in ("none", "full", "selective"):
         model = Decoder(DecoderConfig(vocab=16, layers=layers, width=16, heads=2, kv_heads=2, ffn=32)).to(clock.device)
+        for module in model.modules():
+            if isinstance(module, Attention | FeedForward):
+                module.register_forward_pre_hook(evict)
         config = ZeroConfig(stage=1, recompute=Recompute(policy=policy))
         engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1e-3), config)
         both: list[float] = []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardbook.facts.machine import Machine
 from shardbook.tiers.memory import keep_freed_memory
-from shardbook.train.calibration import compute, disk, links, overhead
+from shardbook.train.calibration import compute, disk, links, overhead, whole
 from shardbook.train.calibration.clock import Clock
 from shardbook.train.devices import choose_device
 from shardbook.train.near import bind
@@ -47,8 +47,11 @@ def calibrate(job: Mapping[str, Any]) -> str:
     links.device_and_host(clock)
     if job["path"] is None:
         notes.append("the disk: no folder was given")
-    elif said := disk.disk(clock, Path(job["path"])):
-        notes.append(said)
+    else:
+        if said := disk.disk(clock, Path(job["path"])):
+            notes.append(said)
+        numbers["disk.piece"] = overhead.pieces(clock, Path(job["path"]))
+    numbers |= whole.whole(clock)
     machine = Machine(
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         processor=processor(),

@@ -136,7 +136,7 @@ def disk() -> Section:
     section.text += prose(
         "`benchmarks/tiers_disk.py`: reads ahead and writes behind beside the same direct I/O with nothing in between, in turn.",
         "`benchmarks/tiers_step.py`: `engine.step()` with master and moments on the disk, beside its lanes alone: the same direct I/O,",
-        "and the same optimizer's step in memory; with a fused AdamW (the disk is the slowest lane) and with a RAdam that torch steps",
+        "and the same optimizer's step in memory; with a fused AdamW (the disk is the slowest lane) and with an Rprop that torch steps",
         "in a loop (the host is). Medians of paired rounds in one process.",
     )
     with tempfile.TemporaryDirectory() as folder:

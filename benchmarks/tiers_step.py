@@ -27,7 +27,7 @@ GIB = 2**30
 ROUNDS, ROWS = 9, 4
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "the disk is slowest": partial(torch.optim.AdamW, lr=1e-3, fused=True),
-    "the host's step is slowest": partial(torch.optim.RAdam, lr=1e-3, foreach=False),
+    "the host's step is slowest": partial(torch.optim.Rprop, lr=1e-3, foreach=False),
 }
 
 

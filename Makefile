@@ -42,7 +42,14 @@ $(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/constraints-peers.txt
 	$(PEERS)/python -m pip install --quiet --disable-pip-version-check -e '.[train]' pytest hypothesis $(PEER_PINS)
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PEERS)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		deepspeed lightning transformers accelerate $(PEER_PINS)
+	$(MAKE) --no-print-directory .venv-peers/libaio || echo "no libaio: DeepSpeed's offload to a disk will not be compared"
 	touch $(PEERS_STAMP)
+
+# What DeepSpeed's offload to a disk is compiled with, from Debian, into a folder: nothing is installed.
+.venv-peers/libaio:
+	mkdir -p $@.new
+	cd $@.new && apt-get download libaio-dev libaio1 && for package in *.deb; do dpkg-deb -x $$package . || exit 1; done
+	mv $@.new $@
 
 test-peers: $(PEERS_STAMP)
 	$(PEERS)/python -m pytest tests -m peers

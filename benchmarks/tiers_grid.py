@@ -28,6 +28,10 @@ SLACK_NBYTES = 64
 """What a closed form leaves out of WORKSPACE: numbers that a kernel keeps, 4 or 8 bytes each."""
 
 
+BATCHES = {"small decoder": (8, 64), "decoder 12 layers": (2, 256)}
+"""Micro-batch and sequence: the first peaks in its loss, the second in the backward of a block."""
+
+
 def places() -> list[tuple[int, str, str]]:
     """(stage, optimizer, parameters): where states may lie."""
     return [
@@ -47,7 +51,8 @@ def points(*, folder: str, shape: str = "small decoder", whole: bool = False) ->
         turns = pairs if whole else [pairs[7 * (6 * number + turn) % len(pairs)] for turn in range(6)]
         found += [
             Point(
-                shape=shape, stage=stage, precision=precision, micro_batch=8, sequence=64, ranks=2, recompute=recompute,
+                shape=shape, stage=stage, precision=precision, micro_batch=BATCHES[shape][0], sequence=BATCHES[shape][1], ranks=2,
+                recompute=recompute,
                 optimizer_on=optimizer, params_on=params, folder=folder if optimizer == "disk" else "",  # pyright: ignore[reportArgumentType]
             )
             for precision, recompute in turns
@@ -96,7 +101,7 @@ def _are_equal(point: Point, saw: FromTheStart, told: sb.Forecast) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="points whose description contains this")
-    parser.add_argument("--shape", default="small decoder", help="a name of benchmarks.forecast_shapes")
+    parser.add_argument("--shape", default="small decoder", choices=list(BATCHES))
     parser.add_argument("--all", action="store_true", help="the whole product")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

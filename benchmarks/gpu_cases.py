@@ -5,10 +5,12 @@ on the CPU. All ranks share one device.
 """
 
 import itertools
+import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,10 @@ class Training:
     dtype: engines.Dtype
     delayed: bool = False
     side_stream: bool = False
+    optimizer_on: str = "none"  # or "host", "disk"
+    params_on: str = "none"
+    recompute: str = "none"
+    rests: bool = False  # inputs of recomputed blocks, on the host
 
 
 def prepare(device: str) -> torch.device:
@@ -74,11 +80,14 @@ def _with_engine(device: torch.device, training: Training) -> tuple[list[tuple[f
 
     model = models.build(models.SMALL).to(device)
     optimizer = _adamw(model.parameters())
+    folder = Path(tempfile.gettempdir()) if training.optimizer_on == "disk" else None
     config = sb.ZeroConfig(
         stage=training.stage,  # pyright: ignore[reportArgumentType]
         precision=sb.Precision(param=training.dtype),
         accumulate=ACCUMULATE,
         clip_grad_norm=1.0,
+        recompute=sb.Recompute(policy=training.recompute, offload=training.rests),  # pyright: ignore[reportArgumentType]
+        offload=sb.Offload(optimizer=training.optimizer_on, params=training.params_on, path=folder),  # pyright: ignore[reportArgumentType]
     )
     engine = sb.Engine(model, optimizer, config)
     reports: list[tuple[float, float]] = []
@@ -102,9 +111,10 @@ def _with_engine(device: torch.device, training: Training) -> tuple[list[tuple[f
 def _with_plain_loop(device: torch.device, training: Training) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     from tests.oracle import PlainRun, Types
 
+    make: Any = _adamw if training.optimizer_on == "none" else SteppedOnHost
     run = PlainRun(
         models.build(models.SMALL).to(device),
-        lambda named: _adamw(parameter for _, parameter in named),
+        lambda named: make(parameter for _, parameter in named),
         lambda model, batch: (model(*batch), None),
         num_ranks=dist.get_world_size(),
         types=Types(param=training.dtype),
@@ -120,6 +130,29 @@ def _with_plain_loop(device: torch.device, training: Training) -> tuple[list[tup
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+class SteppedOnHost:
+    """AdamW of the plain loop where the engine's steps on the host: kernels of processor and device round differently."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._copies = [parameter.detach().cpu().requires_grad_() for parameter in self._parameters]
+        self._optimizer = _adamw(self._copies)
+
+    def step(self) -> None:
+        """Gradients down, the step, and values up."""
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            copy.grad = None if parameter.grad is None else parameter.grad.cpu()
+        self._optimizer.step()
+        with torch.no_grad():
+            for parameter, copy in zip(self._parameters, self._copies, strict=True):
+                parameter.copy_(copy)
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """As an optimizer's."""
+        for parameter in self._parameters:
+            parameter.grad = None if set_to_none else torch.zeros_like(parameter)
 
 
 def _batch(device: torch.device, rank: int, step: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -225,12 +258,14 @@ def _wrong_values(transport: Any, turn: int, device: torch.device) -> Iterator[s
         yield "exchange"
 
 
-def books(device: str, stage: int) -> Found:
+def books(device: str, stage: int, optimizer_on: str = "none", recompute: str = "none") -> Found:
     """Measured steps of the engine: books against the allocator, and the allocator's history against its own peak counter."""
     import shardbook as sb
 
-    where = prepare(device)
-    contender = engines.make(f"shardbook-{stage}", "fp32", models.SMALL, device)
+    where, options = prepare(device), dict[str, Any]()
+    if stage:
+        options = {"offload": sb.Offload(optimizer=optimizer_on), "recompute": sb.Recompute(policy=recompute)}  # pyright: ignore[reportArgumentType]
+    contender = engines.make(f"shardbook-{stage}", "fp32", models.SMALL, device, **options)
     with sb.measure(contender.model, contender.optimizer) as measured:
         for step in range(STEPS):
             contender.step(*(tensor.to(where) for tensor in models.batch(models.SMALL, 2, rank=dist.get_rank(), step=step)))

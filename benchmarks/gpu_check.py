@@ -9,8 +9,9 @@ under 4 minutes; their table and the allocator's histories lie beside the data, 
 
 Then: N = 1 on NCCL, and N = 2 as two processes on one device over gloo with CUDA tensors (NCCL refuses two ranks on one device, so NCCL
 with more than one rank is not run here). Every stage against the plain loop, bit for bit; the same with kernels delayed before
-everything that a gather or a reduction reads, and on another stream; NCCL's own transport by itself; the allocator's peaks by
-stage. Checks run in processes of their own, so that one that fails hides no other. What there is no time for is named as not run. The
+everything that a gather or a reduction reads, and on another stream; tiers, delayed as well: optimizer and parameters on the host,
+the optimizer on a disk, and recomputation with inputs on the host; NCCL's own transport by itself; the allocator's peaks by stage.
+Checks run in processes of their own, so that one that fails hides no other. What there is no time for is named as not run. The
 exit code is 0 if all passed.
 """
 
@@ -21,7 +22,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +86,7 @@ def checks(device: str) -> Iterator[Check]:
             )
         training = Training(stage=3, dtype="fp32", delayed=True, side_stream=True)
         yield _equality(f"N = {num_ranks} {backend}, stage 3, fp32: delayed, on another stream", num_ranks, backend, device, training)
+    yield from tiers(groups, device)
     for num_ranks, backend in groups:
         for stage in range(4):
             arguments = (device, stage, "bf16", models.SMALL if small else gpu_memory.CONFIG)
@@ -98,6 +100,30 @@ def checks(device: str) -> Iterator[Check]:
         for stage in (0, 3):
             name = f"N = {num_ranks} {backend}, stage {stage}, fp32: books against the allocator"
             yield Check(name=name, num_ranks=num_ranks, backend=backend, case=gpu_cases.books, arguments=(device, stage))
+
+
+def tiers(groups: Sequence[tuple[int, str]], device: str) -> Iterator[Check]:
+    """What rests elsewhere comes and goes on streams of its own: under delays a copy that did not wait would bring old bytes."""
+    for num_ranks, backend in groups:
+        for what, training in TIERS.items():
+            name = f"N = {num_ranks} {backend}, tiers, stage {training.stage}, {training.dtype}: {what}"
+            yield _equality(name, num_ranks, backend, device, training)
+        for stage, optimizer_on, recompute in ((2, "host", "selective"), (3, "host", "full")):
+            what = f"books with the optimizer on the {optimizer_on}, {recompute} recompute"
+            name = f"N = {num_ranks} {backend}, tiers, stage {stage}, fp32: {what}"
+            arguments = (device, stage, optimizer_on, recompute)
+            yield Check(name=name, num_ranks=num_ranks, backend=backend, case=gpu_cases.books, arguments=arguments)
+
+
+TIERS: Mapping[str, Training] = {
+    "optimizer on the host": Training(stage=1, dtype="fp32", optimizer_on="host"),
+    "the same, delayed": Training(stage=2, dtype="bf16", optimizer_on="host", delayed=True),
+    "optimizer and parameters on the host, delayed": Training(stage=3, dtype="bf16", optimizer_on="host", params_on="host", delayed=True),
+    "parameters on the host, delayed, on another stream": Training(stage=3, dtype="fp32", params_on="host", delayed=True, side_stream=True),
+    "optimizer on a disk, delayed": Training(stage=3, dtype="bf16", optimizer_on="disk", delayed=True),
+    "full recompute, inputs on the host, delayed": Training(stage=3, dtype="bf16", recompute="full", rests=True, delayed=True),
+    "selective recompute": Training(stage=2, dtype="bf16", recompute="selective"),
+}
 
 
 def _equality(name: str, num_ranks: int, backend: str, device: str, training: Training) -> Check:

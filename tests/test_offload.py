@@ -3,7 +3,6 @@
 The default suite runs a selection in which every pair of values of two fields meets; ``-m full`` every model of the zoo at every stage.
 """
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import shardbook as sb
 from shardbook.accounts import Account, Tier
 from shardbook.engine.host_step import host_threads, planned_threads, prefer_fused
 from shardbook.errors import ConfigError, UsageError
-from shardbook.events import Booking, Event, Transfer
 from tests.equality import OPTIMIZERS, PRECISIONS, Case
 from tests.pairwise import pairwise
 from tests.test_engine_equality import FIELDS, allowed, check
+from tests.tier_books import Books
 from tests.zoo import ZOO
 
 
@@ -64,23 +63,6 @@ def test_whole_product(entry: str, num_ranks: int) -> None:
         for precision in sorted(PRECISIONS)[(index + num_ranks) % 3 :: 3]
     ]  # fmt: skip
     check([Case(**row) for row in rows if possible(row)])
-
-
-class Books:
-    """What is where, and what has moved."""
-
-    def __init__(self) -> None:
-        self.held: Counter[tuple[Account, Tier]] = Counter()
-        self.most: Counter[tuple[Account, Tier]] = Counter()
-        self.moved: Counter[str] = Counter()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Booking):
-            key = (event.account, event.tier)
-            self.held[key] += event.nbytes
-            self.most[key] = max(self.most[key], self.held[key])
-        elif isinstance(event, Transfer):
-            self.moved[event.link] += event.nbytes
 
 
 def trained(stage: int, offload: sb.Offload, precision: str = "fp32", accumulate: int = 1) -> tuple[Books, int, int]:

@@ -3,7 +3,6 @@
 import gc
 import os
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,13 +15,13 @@ import shardbook as sb
 from shardbook.accounts import Account, Tier
 from shardbook.engine import disk
 from shardbook.errors import ConfigError
-from shardbook.events import Booking, Event, Transfer
 from shardbook.tiers import direct
 from tests import ranks
 from tests.equality import Case
 from tests.pairwise import pairwise
 from tests.test_engine_equality import FIELDS, check
 from tests.test_offload import possible
+from tests.tier_books import Books
 
 ON_DISK: dict[str, list[Any]] = {
     "num_ranks": [2],
@@ -47,23 +46,6 @@ def test_equals_the_plain_loop() -> None:
 @pytest.mark.ranks
 def test_equals_the_plain_loop_with_everything_else() -> None:
     check(MORE)
-
-
-class Books:
-    """What is where, and what has moved."""
-
-    def __init__(self) -> None:
-        self.held: Counter[tuple[Account, Tier]] = Counter()
-        self.most: Counter[tuple[Account, Tier]] = Counter()
-        self.moved: Counter[str] = Counter()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Booking):
-            key = (event.account, event.tier)
-            self.held[key] += event.nbytes
-            self.most[key] = max(self.most[key], self.held[key])
-        elif isinstance(event, Transfer):
-            self.moved[event.link] += event.nbytes
 
 
 def built(path: Path, stage: int = 3, precision: str = "fp32", *, make: Any = None, **config: Any) -> sb.Engine:

@@ -26,11 +26,12 @@ from shardbook.accounts import Account, Tier
 from shardbook.engine import selective
 from shardbook.engine.engine import Engine
 from shardbook.errors import ConfigError, UsageError
-from shardbook.events import Booking, Event, Traffic, Transfer
+from shardbook.events import Booking, Event, Transfer
 from tests import ranks
 from tests.equality import OPTIMIZERS, PRECISIONS, RECOMPUTES, Case
 from tests.pairwise import pairwise
 from tests.test_engine_equality import FIELDS, allowed, check
+from tests.tier_books import Books
 from tests.zoo import ZOO, Decoder
 
 KINDS = [name for name in RECOMPUTES if name != "none"]
@@ -93,26 +94,6 @@ def test_equals_the_plain_loop_with_offload(offload: str) -> None:
 
 
 # ---- gathers and memory --------------------------------------------------------------------------------------------------
-
-
-class Books:
-    """What is where, and what has moved."""
-
-    def __init__(self) -> None:
-        self.held: Counter[tuple[Account, Tier]] = Counter()
-        self.most: Counter[tuple[Account, Tier]] = Counter()
-        self.moved: Counter[tuple[str, str]] = Counter()
-        self.gathers: Counter[str] = Counter()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Booking):
-            key = (event.account, event.tier)
-            self.held[key] += event.nbytes
-            self.most[key] = max(self.most[key], self.held[key])
-        elif isinstance(event, Transfer):
-            self.moved[event.link, event.unit] += event.nbytes
-        elif isinstance(event, Traffic) and event.kind == "gather":
-            self.gathers[event.unit] += 1
 
 
 class Feed(nn.Module):
@@ -249,10 +230,10 @@ def test_inputs_leave_in_forward_and_come_back_one_block_ahead() -> None:
         loss = engine(torch.ones(64, 64)).square().sum()
         # block 0 gets the batch, which is no result of the graph; there is nothing to save in keeping a copy of it
         assert books.held[Account.ACTIVATION, Tier.HOST] == 5 * INPUT_NBYTES
-        assert books.moved == {("device to host", f"{number}"): INPUT_NBYTES for number in range(1, 6)}
+        assert books.moved_by_unit == {("device to host", f"{number}"): INPUT_NBYTES for number in range(1, 6)}
         engine.backward(loss)
         del loss
-        assert {unit: nbytes for (link, unit), nbytes in books.moved.items() if link == "host to device"} == {
+        assert {unit: nbytes for (link, unit), nbytes in books.moved_by_unit.items() if link == "host to device"} == {
             f"{number}": INPUT_NBYTES for number in range(1, 6)
         }
         # at most two inputs are here, beside the generator's states

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import shardbook as sb
 from shardbook.errors import ConfigError
 from shardbook.train.loop import open_training
-from shardbook.train.plain_memory import available_nbytes, check_plain_fits, plain_need
+from shardbook.train.plain_memory import check_plain_fits, plain_need
 from shardbook.train.recipe import Recipe, Sourced, build_recipe
 from shardbook.train.recorded import PLAIN, RUN, record_plain, record_training
 from shardbook.train.world import World
@@ -219,23 +219,6 @@ def test_the_plain_loop_needs_what_its_tensors_have(text):
     assert need.activations is not None
     assert need.activations > 0
     assert plain_need(recipe_of(text)).masters == 0
-
-
-def test_what_is_free_is_the_least_of_machine_and_control_group(tmp_path):
-    assert available_nbytes(tmp_path) is None
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   64 kB\n")
-    assert available_nbytes(tmp_path) == 65536
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("7000\n")
-    assert available_nbytes(tmp_path) == 65536
-    (group / "memory.max").write_text("10000\n")
-    assert available_nbytes(tmp_path) == 3000
-    (group / "memory.stat").write_text("anon 6500\ninactive_file 500\n")
-    assert available_nbytes(tmp_path) == 3500
-    assert (available_nbytes() or 0) > 2**24
 
 
 def test_a_plain_loop_that_does_not_fit_is_refused_before_anything_is_built(text):

@@ -1,8 +1,6 @@
 """What the plain loop needs, whole in one process, against what is there: known before any of it is built."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -12,6 +10,7 @@ from shardbook.config import Precision, ZeroConfig
 from shardbook.errors import ConfigError
 from shardbook.forecasting.forecast import forecast
 from shardbook.models.decoder import Decoder
+from shardbook.tiers.memory import available_nbytes
 from shardbook.train.recipe import Recipe
 
 _IN_A_STEP = (Account.ACTIVATION, Account.WORKSPACE, Account.INPUT)
@@ -74,48 +73,6 @@ def check_plain_fits(recipe: Recipe, device: torch.device, *, remedy: str, preci
     if free is not None and need.total > free:
         where = f"on {device}" if device.type == "cuda" else "in the memory of this machine"
         raise ConfigError(f"the plain loop needs {_gib(need.total)} ({need}), and {_gib(free)} are free {where}: {remedy}")
-
-
-def available_nbytes(root: Path = Path("/")) -> int | None:
-    """Host memory that this process can still get: what the kernel calls available, or less where a control group limits it.
-
-    None where the system doesn't tell. What a limited group holds as cached files counts as free: it is given up first.
-    """
-    found = [nbytes for nbytes in (_of_machine(root), _of_group(root)) if nbytes is not None]
-    return max(0, min(found)) if found else None
-
-
-def _of_machine(root: Path) -> int | None:
-    kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
-    return None if kilobytes is None else kilobytes * 1024
-
-
-def _of_group(root: Path) -> int | None:
-    """Of this process's control group, as it is seen from inside a container."""
-    names = (("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-             ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
-    for folder, limit, usage, cached in names:
-        most, used = _number(root / folder / limit), _number(root / folder / usage)
-        if most is not None and used is not None:
-            return most - used + _fields(root / folder / "memory.stat").get(cached, 0)
-    return None
-
-
-def _number(path: Path) -> int | None:
-    """None where there is no such file, or it says ``max``."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _fields(path: Path) -> Mapping[str, int]:
-    """``name number`` lines."""
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
 
 
 def _gib(nbytes: int) -> str:

@@ -3,9 +3,9 @@
     python -m benchmarks.tiers_advice                       all, with a calibration made now
     python -m benchmarks.tiers_advice --machine FILE --plans wide
 
-All ways of a plan are engines of the same two ranks, of one thread each. They take turns of a few steps, round by round, and a cost is
-the median over the rounds of a way's step beside that of the plan with neither in the same round. What each holds at its peak was
-measured before, by the allocator, while there was no other.
+All ways of a plan are engines of the same two ranks, of one thread each. They take turns of a few steps, each between two turns of the
+plan with neither, and a cost is the median over some rounds of a way's step beside those before and after it. What each holds at its
+peak was measured before, by the allocator, while there was no other.
 Advice is right where the way that it names fits as measured, and no way that fits as measured is faster by more than the bound.
 """
 
@@ -34,7 +34,7 @@ from shardbook.models.decoder import Decoder
 SHARE = 0.25
 """A predicted cost is right within so much of the measured one, or within :data:`CLOSE` of the step."""
 RANKS = 2
-ROUNDS, STEPS = 5, 3
+ROUNDS, STEPS = 5, 2
 ROOM = 1.01
 """Budgets are so much above what a way was forecast to hold."""
 
@@ -63,12 +63,17 @@ PLANS: Mapping[str, Plan] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One way of a plan: seconds of a step in each round, bytes at the peak, and what was forecast."""
+    """One way of a plan: seconds of a step in each round, and of the plan with neither beside it; bytes at the peak; the forecast."""
 
     seconds: tuple[float, ...]
-    busy: tuple[float, ...]  # seconds that a rank had of its core, in each round
+    plain_seconds: tuple[float, ...]
     peak: int
     said: sb.Forecast
+
+    @property
+    def cost(self) -> float:
+        """Share of the plan's step that the way adds to it: the median over the rounds."""
+        return statistics.median(mine / other - 1 for mine, other in zip(self.seconds, self.plain_seconds, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +125,16 @@ def _tokens(plan: Plan) -> torch.Tensor:
     return torch.randint(plan.model.vocab, (plan.micro_batch, plan.sequence), generator=generator)
 
 
+Turn = tuple[float, ...]
+"""Seconds of its steps on one rank."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """One way on one rank: seconds of each step of each round, of the clock and of this rank's core, and bytes at the peak."""
+    """One way on one rank: its turn of each round, the two turns of the plan with neither around it, and bytes at the peak."""
 
-    clock: tuple[tuple[float, ...], ...]
-    busy: tuple[tuple[float, ...], ...]
+    turns: tuple[Turn, ...]
+    around: tuple[Turn, ...]
     peak: int
 
 
@@ -134,31 +143,31 @@ def every(plan: Plan, ways: Mapping[str, sb.ZeroConfig], rounds: int) -> Mapping
     peaks = {name: peak(plan, config) for name, config in ways.items()}
     engines = {name: _engine(plan, config)[2] for name, config in ways.items()}
     tokens = _tokens(plan)
-    turns: dict[str, list[tuple[tuple[float, ...], tuple[float, ...]]]] = {name: [] for name in ways}
+    turns: dict[str, list[Turn]] = {name: [] for name in ways}
+    around: dict[str, list[Turn]] = {name: [] for name in ways}
+    before = _turn(engines[PLAIN], tokens)
     for number in range(rounds + 1):
         for name in rotated(list(ways), number):
-            turns[name].append(_turn(engines[name], tokens))
+            turns[name].append(before if name == PLAIN else _turn(engines[name], tokens))
+            after = _turn(engines[PLAIN], tokens)
+            around[name].append(before + after)
+            before = after
     for engine in engines.values():
         engine.close()
-    return {
-        name: Ran(clock=tuple(clock for clock, _ in own[1:]), busy=tuple(busy for _, busy in own[1:]), peak=peaks[name])
-        for name, own in turns.items()
-    }
+    return {name: Ran(turns=tuple(turns[name][1:]), around=tuple(around[name][1:]), peak=peaks[name]) for name in ways}
 
 
-def _turn(engine: sb.Engine, tokens: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of some steps, as they are after another step; what the last leaves under way ends with the turn."""
-    clock: list[float] = []
-    busy: list[float] = []
+def _turn(engine: sb.Engine, tokens: torch.Tensor) -> Turn:
+    """Some steps, as they are after another step; what the last leaves under way ends with the turn."""
+    seconds: list[float] = []
     for _ in range(1 + STEPS):
         dist.barrier()
-        began, had = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         _step(engine, tokens)
-        clock.append(time.perf_counter() - began)
-        busy.append(time.process_time() - had)
+        seconds.append(time.perf_counter() - began)
     if engine._context.disk is not None:
         engine._context.disk.settle()
-    return tuple(clock[1:]), tuple(busy[1:])
+    return tuple(seconds[1:])
 
 
 def peak(plan: Plan, config: sb.ZeroConfig) -> int:
@@ -193,8 +202,8 @@ def run(plan: Plan, machine: Machine, folder: Path, *, rounds: int = ROUNDS) -> 
     by_rank: list[Mapping[str, Ran]] = ranks.run(RANKS, every, plan, ways, rounds)
     return {
         name: Timed(
-            seconds=_slowest([ran[name].clock for ran in by_rank]),
-            busy=_slowest([ran[name].busy for ran in by_rank]),
+            seconds=_slowest([ran[name].turns for ran in by_rank]),
+            plain_seconds=_slowest([ran[name].around for ran in by_rank]),
             peak=max(ran[name].peak for ran in by_rank),
             said=forecast(plan, config, machine),
         )
@@ -202,7 +211,7 @@ def run(plan: Plan, machine: Machine, folder: Path, *, rounds: int = ROUNDS) -> 
     }
 
 
-def _slowest(by_rank: Sequence[Sequence[Sequence[float]]]) -> tuple[float, ...]:
+def _slowest(by_rank: Sequence[Sequence[Turn]]) -> tuple[float, ...]:
     """By round: the median of its steps, each as long as on its slowest rank."""
     return tuple(statistics.median(map(max, zip(*rounds, strict=True))) for rounds in zip(*by_rank, strict=True))
 
@@ -216,20 +225,11 @@ def forecast(plan: Plan, config: sb.ZeroConfig, machine: Machine, budget: int | 
     )  # fmt: skip
 
 
-def costs(name: str, found: Mapping[str, Timed], *, busy: bool = False) -> list[Cost]:
-    """Of every way but the plainest. ``busy``: by what ranks had of their cores, where other processes are about."""
-    plain = found[PLAIN]
+def costs(name: str, found: Mapping[str, Timed]) -> list[Cost]:
+    """Of every way but the plainest."""
     return [
-        Cost(plan=name, way=way, measured=_beside(one, plain, busy=busy), predicted=_predicted(one, plain))
-        for way, one in found.items()
-        if way != PLAIN
+        Cost(plan=name, way=way, measured=one.cost, predicted=_predicted(one, found[PLAIN])) for way, one in found.items() if way != PLAIN
     ]
-
-
-def _beside(one: Timed, plain: Timed, *, busy: bool = False) -> float:
-    """Median over the rounds."""
-    pairs = zip(one.busy, plain.busy, strict=True) if busy else zip(one.seconds, plain.seconds, strict=True)
-    return statistics.median(mine / other - 1 for mine, other in pairs)
 
 
 def _predicted(one: Timed, plain: Timed) -> float:
@@ -250,11 +250,11 @@ def advices(name: str, plan: Plan, found: Mapping[str, Timed], machine: Machine,
     for budget, asked in questions:
         told = forecast(plan, ways[asked], machine, budget).advice
         assert told is not None
-        best = min((way for way in found if found[way].peak <= budget), key=lambda way: _beside(found[way], found[PLAIN]), default=None)
+        best = min((way for way in found if found[way].peak <= budget), key=lambda way: found[way].cost, default=None)
         right = told.recommended == best
         if best is not None and told.recommended is not None and not right:
             chosen = found[told.recommended]
-            right = chosen.peak <= budget and _beside(chosen, found[PLAIN]) - _beside(found[best], found[PLAIN]) <= CLOSE
+            right = chosen.peak <= budget and chosen.cost - found[best].cost <= CLOSE
         yield Advised(plan=name, budget=budget, asked=asked, recommended=told.recommended, fastest=best, is_right=right)
 
 
@@ -272,22 +272,20 @@ class Found:
         return self.ways[PLAIN]
 
 
-def compare(
-    names: Sequence[str], machine: Machine, folder: Path, *, rounds: int = ROUNDS, busy: bool = False
-) -> Iterator[Found]:  # fmt: skip
+def compare(names: Sequence[str], machine: Machine, folder: Path, *, rounds: int = ROUNDS) -> Iterator[Found]:
     """Plan by plan."""
     for name in names:
         plan = PLANS[name]
         ways = run(plan, machine, folder, rounds=rounds)
         yield Found(
-            plan=name, ways=ways, costs=costs(name, ways, busy=busy), advised=list(advices(name, plan, ways, machine, folder))
+            plan=name, ways=ways, costs=costs(name, ways), advised=list(advices(name, plan, ways, machine, folder))
         )  # fmt: skip
 
 
-def lines(found: Found, *, busy: bool = False) -> Iterator[str]:
+def lines(found: Found) -> Iterator[str]:
     """What is printed of a plan."""
     plain = found.plain
-    took = statistics.median(plain.busy if busy else plain.seconds)
+    took = statistics.median(plain.seconds)
     yield f"{found.plan}: {took * 1e3:.0f} ms, predicted {_seconds(plain.said) * 1e3:.0f}"
     for cost in found.costs:
         off = found.ways[cost.way].peak / found.ways[cost.way].said.peak_allocated - 1
@@ -309,14 +307,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk of offload")
     parser.add_argument("--plans", nargs="*", default=list(PLANS))
-    parser.add_argument("--busy", action="store_true", help="by what ranks had of their cores: for machines where others work")
     options = parser.parse_args(arguments)
     wrong = 0
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         machine = read_machine(options.machine) if options.machine else calibrate(ranks=None, output=folder / "it.json", path=folder)
-        for found in compare(options.plans, machine, folder, rounds=options.rounds, busy=options.busy):
-            print("\n".join(lines(found, busy=options.busy)), flush=True)
+        for found in compare(options.plans, machine, folder, rounds=options.rounds):
+            print("\n".join(lines(found)), flush=True)
             wrong += sum(not one.is_right for one in (*found.costs, *found.advised))
     return int(wrong > 0)
 

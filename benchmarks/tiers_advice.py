@@ -11,6 +11,7 @@ Advice is right where the way that it names fits as measured, and no way that fi
 
 import argparse
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
@@ -34,7 +35,9 @@ from shardbook.models.decoder import Decoder
 SHARE = 0.25
 """A predicted cost is right within so much of the measured one, or within :data:`CLOSE` of the step."""
 RANKS = 2
-ROUNDS, STEPS = 5, 2
+ROUNDS, STEPS = 4, 2
+ROUND_SECONDS = 120.0
+"""Ways whose steps are short have more rounds, until so much has passed."""
 ROOM = 1.01
 """Budgets are so much above what a way was forecast to hold."""
 
@@ -146,7 +149,10 @@ def every(plan: Plan, ways: Mapping[str, sb.ZeroConfig], rounds: int) -> Mapping
     turns: dict[str, list[Turn]] = {name: [] for name in ways}
     around: dict[str, list[Turn]] = {name: [] for name in ways}
     before = _turn(engines[PLAIN], tokens)
-    for number in range(rounds + 1):
+    until = time.monotonic() + ROUND_SECONDS
+    for number in itertools.count():
+        if number > rounds and not _agreed(going_on=time.monotonic() < until):
+            break
         for name in rotated(list(ways), number):
             turns[name].append(before if name == PLAIN else _turn(engines[name], tokens))
             after = _turn(engines[PLAIN], tokens)
@@ -155,6 +161,13 @@ def every(plan: Plan, ways: Mapping[str, sb.ZeroConfig], rounds: int) -> Mapping
     for engine in engines.values():
         engine.close()
     return {name: Ran(turns=tuple(turns[name][1:]), around=tuple(around[name][1:]), peak=peaks[name]) for name in ways}
+
+
+def _agreed(*, going_on: bool) -> bool:
+    """As rank 0 says."""
+    said = torch.tensor(float(going_on))
+    dist.broadcast(said, 0)
+    return bool(said)
 
 
 def _turn(engine: sb.Engine, tokens: torch.Tensor) -> Turn:
@@ -304,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints both tables; the exit code is 1 where anything in them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=Path)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="at the least")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk of offload")
     parser.add_argument("--plans", nargs="*", default=list(PLANS))
     options = parser.parse_args(arguments)

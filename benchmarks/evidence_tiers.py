@@ -1,7 +1,7 @@
 """What memory tiers are worth: bits, books, the bottleneck that moves, a disk's speed, a budget, DeepSpeed's offload, kills, advice.
 
     make evidence-tiers                                  all, written to docs/evidence/tiers.md
-    python -m benchmarks.evidence_tiers --parts bits     one part, printed
+    python -m benchmarks.evidence_tiers --parts bits     one part, printed; with --write put into the page
 
 Each part ends in promises; the exit code is 1 where one doesn't hold.
 """

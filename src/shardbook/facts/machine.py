@@ -48,11 +48,11 @@ class Machine:
         took: seconds.
         curves: see the file's header.
         numbers: seconds of ``operator.forward`` and ``operator.backward`` (on next to nothing), of ``unit.forward``, ``unit.backward`` and
-            ``unit.step`` (each ``.stay`` or ``.gathered``: what a unit costs the engine beside its bytes), of ``recompute.full`` and
-            ``recompute.selective`` (of a block, beside its operators), of ``disk.piece`` (of a piece that is lent to the optimizer for its
-            step), and of a whole step of a small model, ``step.fp32`` and ``step.bf16``; ``whole.fp32`` and ``whole.bf16``, that step by
-            the sum of its parts; ``link.beside``, the share of a link's time that is left to wait for when something is computed beside
-            it; ``host.nbytes``, the host's memory.
+            ``unit.step`` (each ``.stay`` or ``.gathered``: what a unit costs the engine beside its bytes; ``unit.step.host``: how much
+            more where it is stepped on by itself on the host), of ``recompute.full`` and ``recompute.selective`` (of a block, beside its
+            operators), of ``disk.piece`` (of a piece that is lent to the optimizer for its step), and of a whole step of a small model,
+            ``step.fp32`` and ``step.bf16``; ``whole.fp32`` and ``whole.bf16``, that step by the sum of its parts; ``link.beside``, the
+            share of a link's time that is left to wait for when something is computed beside it; ``host.nbytes``, the host's memory.
         notes: what could not be measured, in sentences.
     """
 

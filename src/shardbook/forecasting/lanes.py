@@ -68,6 +68,8 @@ class _Maker:
         kind = "gathered" if self._config.stage == 3 else "stay"
         numbers, times = self._machine.numbers, self._micro
         self.lanes.device += times * (numbers[f"unit.forward.{kind}"] + numbers[f"unit.backward.{kind}"]) + numbers[f"unit.step.{kind}"]
+        if self._homes.master is Tier.HOST:
+            self.lanes.host += numbers.get("unit.step.host", 0.0)
 
     def parameters(self, form: FlatForm) -> None:
         """Gathered in forward and backward, or sent around after the step."""
@@ -119,7 +121,7 @@ class _Maker:
     def disk(self, structure: Structure, moments: Moments) -> None:
         """States come and go beside the step, but for what was read before it begins, and what is written after it ends."""
         chunks = plan(structure, self._config, moments.per_element, moments.quantised_nbytes)
-        waited = chunks.chunk_nbytes[NUM_SLOTS - 1 :] or chunks.chunk_nbytes[-1:]
+        waited = chunks.chunk_nbytes[NUM_SLOTS:] or chunks.chunk_nbytes[-1:]
         self.lanes.disk = sum(self._machine.seconds("disk.both", "", nbytes) for nbytes in waited)
         self.lanes.disk += chunks.num_pieces * self._machine.numbers.get("disk.piece", 0.0)
 

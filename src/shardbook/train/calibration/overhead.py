@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardbook.config import Offload, Recompute, ZeroConfig
 from shardbook.engine.engine import Engine
 from shardbook.models.config import DecoderConfig
-from shardbook.models.decoder import Attention, Decoder, FeedForward
+from shardbook.models.decoder import Attention, Decoder, FeedForward, RMSNorm
 from shardbook.train.calibration.clock import Clock, quartile
 
 _OPERATORS, _WIDTH = 64, 8
@@ -77,12 +77,20 @@ def units(clock: Clock) -> Mapping[str, float]:
 
 def pieces(clock: Clock, folder: Path) -> float:
     """Seconds that a piece of a parameter costs where it comes from a disk for its step, beside what is read, written and stepped on."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    offload = Offload(optimizer="disk", path=folder)
-    weights = _PIECES * num_ranks
+    return _away(clock, Offload(optimizer="disk", path=folder)) / _PIECES
+
+
+def away(clock: Clock) -> Mapping[str, float]:
+    """Seconds that a unit costs more where it is stepped on by itself, on the host."""
+    return {"unit.step.host": _away(clock, Offload(optimizer="host"))}
+
+
+def _away(clock: Clock, offload: Offload) -> float:
+    """Of a unit's step, beside that of one that is stepped on with all others where it is."""
+    weights = _PIECES * (dist.get_world_size() if dist.is_initialized() else 1)
     found = [_phases(clock, 1, blocks, weights, there)[2] for there in (offload, Offload()) for blocks in (_MANY, _FEW)]
-    of_disk, of_step = found[0] - found[1], found[2] - found[3]
-    return clock.mean([max(1e-6, (of_disk - of_step) / (_MANY - _FEW) / _PIECES)])[0]
+    more = (found[0] - found[1]) - (found[2] - found[3])
+    return clock.mean([max(1e-6, more / (_MANY - _FEW))])[0]
 
 
 def _phases(clock: Clock, stage: Literal[1, 3], blocks: int, weights: int = 2, offload: Offload = _NOWHERE) -> list[float]:
@@ -125,7 +133,7 @@ def recomputation(clock: Clock) -> Mapping[str, float]:
     for policy in ("none", "full", "selective"):
         model = Decoder(DecoderConfig(vocab=16, layers=layers, width=16, heads=2, kv_heads=2, ffn=32)).to(clock.device)
         for module in model.modules():
-            if isinstance(module, Attention | FeedForward):
+            if isinstance(module, Attention | FeedForward | RMSNorm):
                 module.register_forward_pre_hook(evict)
         config = ZeroConfig(stage=1, recompute=Recompute(policy=policy))
         engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1e-3), config)

@@ -36,6 +36,7 @@ def calibrate(job: Mapping[str, Any]) -> str:
     notes: list[str] = []
     numbers = dict(overhead.operators(clock))
     numbers |= overhead.units(clock)
+    numbers |= overhead.away(clock)
     numbers |= overhead.recomputation(clock)
     numbers["host.nbytes"] = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     compute.compute(clock)

@@ -84,8 +84,7 @@ def books() -> Section:
             )
         else:
             section.text += prose(
-                f"Of the {shape} the simulation is equal in every phase of both steps as well for {equal} of {len(chosen)}; the others"
-                " differ in a phase that is not the highest, by a number of 8 bytes that `mul_` takes for the scale of gradients.",
+                f"Of the {shape} the simulation is equal in every phase of both steps as well for {equal} of {len(chosen)}."
             )
     return section
 

@@ -159,6 +159,21 @@ def test_each_piece_that_comes_from_a_disk_costs_its_call(model):
     assert seconds_of(asked(model, ZeroConfig()), machine).total < 1e-6
 
 
+def test_each_unit_that_is_stepped_on_by_itself_on_the_host_costs_its_call(model):
+    nothing = rates()
+    machine = replace(nothing, numbers={**nothing.numbers, "unit.step.host": 1.0})
+    host, plain, disk = (seconds_of(asked(model, ZeroConfig(offload=where)), machine) for where in (HOST, Offload(), DISK))
+    assert host.host == pytest.approx(5 + 1)  # embedding, three blocks and head, and the root's norm
+    assert plain.total < 1e-6
+    assert disk.total < 1e-6
+
+
+def test_tables_of_positions_are_short_rows_forward_and_backward(model):
+    deeds, _ = _walked(question := asked(model, ZeroConfig()), state_of(question))
+    short = {deed.phase: count for deed, count in deeds.items() if deed.what == "pass.short"}
+    assert short == {"forward": 3 * 2 * 4, "backward": 3 * 2 * 4}  # queries and keys of three blocks, four products each
+
+
 @pytest.mark.parametrize(("precision", "factor"), [("fp32", 2.0), ("bf16", 3.0)])
 def test_all_but_the_disk_takes_as_much_longer_as_a_whole_step_was_measured_to(model, sample, precision, factor):
     config = ZeroConfig(offload=DISK, precision=Precision.preset(precision))
